@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared test set-up: the Triton interpreter where there is no GPU, and the `device` fixture of kernel
+tests."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+
+import pytest
+
+HAS_CUDA = torch.cuda.is_available()
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(HAS_CUDA, reason="the interpreter is off beside a GPU")),
+        pytest.param(
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")]
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where a kernel test runs: `cpu` under the Triton interpreter, or `cuda` (marker `gpu`)."""
+    return torch.device(request.param)

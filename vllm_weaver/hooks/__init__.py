@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every hook of vllm_weaver, on one page. Only what is listed here changes vLLM.
+
+Config hooks are applied by the plugin in every process and act only on a config that asks for `dflash_tfm`.
+Engine hooks are applied before such a config is built (their targets are models, too heavy to import for
+everyone), runner hooks in a worker process when it gets such a config; a process may later build a plain
+engine, so each replacement falls through to the original for a config without our settings. `python -m
+vllm_weaver.hooks` prints the fingerprints.
+"""
+
+from vllm_weaver.hooks.base import Hook
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        name="speculative-config",
+        target="vllm.engine.arg_utils:SpeculativeConfig",
+        source="vllm.config.speculative:SpeculativeConfig",
+        make="vllm_weaver.hooks.config_side:speculative_config",
+        phase="config",
+        kind="subclass-rebind",
+        reason="accept method dflash_tfm and its keys; upstream's method and keys are closed lists",
+        removal="vLLM lets a plugin register a speculative method with its own config",
+        fingerprint="c9988d78f030eb5a",
+    ),
+    Hook(
+        name="engine-config",
+        target="vllm.engine.arg_utils:EngineArgs.create_engine_config",
+        make="vllm_weaver.hooks.config_side:create_engine_config",
+        phase="config",
+        kind="wrap",
+        reason="check the whole configuration before weights are loaded, and report a mistake as one line",
+        removal="vLLM lets a speculative config validate the VllmConfig it becomes part of",
+        fingerprint="16df91fd0a48af52",
+    ),
+    Hook(
+        name="prefix-caching-default",
+        target="vllm.engine.arg_utils:EngineArgs._set_default_chunked_prefill_and_prefix_caching_args",
+        make="vllm_weaver.hooks.config_side:default_prefix_caching",
+        phase="config",
+        kind="wrap",
+        reason="prefix caching is on by default for hybrids, whose cached states a tree step does not write",
+        removal="dflash_tfm supports mamba cache mode 'align'",
+        fingerprint="36733cde33366624",
+    ),
+    Hook(
+        name="lookahead-slots",
+        target="vllm.config.vllm:VllmConfig.num_lookahead_tokens",
+        make="vllm_weaver.hooks.config_side:num_lookahead_tokens",
+        phase="config",
+        kind="wrap",
+        reason="the draft writes depth + 1 slots past the accepted path, whatever the tree budget",
+        removal="vLLM asks the speculative config for its look-ahead",
+        fingerprint="25b927c6a43ae929",
+    ),
+    Hook(
+        name="worker-start",
+        target="vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
+        make="vllm_weaver.hooks.config_side:init_device",
+        phase="config",
+        kind="wrap",
+        reason="apply the runner hooks in a worker that has our settings, before it builds its model runner",
+        removal="no runner hook is left",
+        fingerprint="04080009a2ca128b",
+    ),
+    Hook(
+        name="speculator",
+        target="vllm.v1.worker.gpu.model_runner:init_speculator",
+        source="vllm.v1.worker.gpu.spec_decode:init_speculator",
+        make="vllm_weaver.hooks.runner_side:init_speculator",
+        phase="runner",
+        kind="subclass-rebind",
+        reason="DFlashTfmSpeculator, a DFlashSpeculator that turns the block's marginals into a tree",
+        removal="vLLM lets a plugin register a speculator",
+        fingerprint="4ff1d34ea212bf08",
+    ),
+    Hook(
+        name="model-state",
+        target="vllm.v1.worker.gpu.model_runner:init_model_state",
+        source="vllm.v1.worker.gpu.model_states:init_model_state",
+        make="vllm_weaver.hooks.runner_side:init_model_state",
+        phase="runner",
+        kind="subclass-rebind",
+        reason="tree positions, masks, tree attention and GDN in the target's layers, walk and commit",
+        removal="vLLM lets a plugin choose the model state",
+        fingerprint="e7558d857194ad71",
+    ),
+    Hook(
+        name="mamba-slots",
+        target="vllm.model_executor.layers.mamba.abstract:MambaBase.get_kv_cache_spec",
+        make="vllm_weaver.hooks.runner_side:mamba_kv_cache_spec",
+        phase="runner",
+        kind="wrap",
+        reason="one recurrent state slot a request; upstream reserves one more for each draft token",
+        removal="a speculative method can say how many state slots it needs",
+        fingerprint="f31f5d0fc2fa8905",
+    ),
+    Hook(
+        name="state-shape-text",
+        target="vllm.model_executor.models.qwen3_5:Qwen3_5ForCausalLMBase.get_mamba_state_shape_from_config",
+        make="vllm_weaver.hooks.runner_side:mamba_state_shape",
+        phase="engine",
+        kind="wrap",
+        reason="pages sized for a convolution state of plain width; upstream widens it by the drafts",
+        removal="a speculative method can say how wide the convolution state is",
+        fingerprint="51ccf9c7c879a05f",
+    ),
+    Hook(
+        name="state-shape-multimodal",
+        target="vllm.model_executor.models.qwen3_5:Qwen3_5ForConditionalGeneration.get_mamba_state_shape_from_config",
+        make="vllm_weaver.hooks.runner_side:mamba_state_shape",
+        phase="engine",
+        kind="wrap",
+        reason="as state-shape-text, for the wrapper class of the released checkpoints",
+        removal="as state-shape-text",
+        fingerprint="51ccf9c7c879a05f",
+    ),
+    Hook(
+        name="gdn-core-cpu",
+        target="vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec",
+        make="vllm_weaver.hooks.runner_side:gdn_core_cpu",
+        phase="runner",
+        kind="wrap",
+        reason="tree rows of a Gated DeltaNet layer on the CPU",
+        removal="vLLM's GDN layer lets a model state bring its verify",
+        fingerprint="e35d1d4f3c706ec8",
+    ),
+)

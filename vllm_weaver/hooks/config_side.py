@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replacements of the config hooks. Each acts only where `dflash_tfm` is asked for, else as upstream."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import ValidationError
+
+from vllm_weaver import checks
+from vllm_weaver.config import METHOD, ConfigError, WeaverSpeculativeConfig, one_line, settings_of
+from vllm_weaver.hooks import install
+
+
+def speculative_config(original: type) -> type:
+    """Our subclass of upstream's SpeculativeConfig."""
+    if not issubclass(WeaverSpeculativeConfig, original):
+        raise TypeError(f"{original!r} is not the class that WeaverSpeculativeConfig extends")
+    return WeaverSpeculativeConfig
+
+
+def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Check keys before, and the configuration after, upstream builds it; a mistake is one line."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not checks.asked_for(self):
+            return original(self, *args, **kwargs)
+        checks.check_environment()
+        checks.check_parallel(self)
+        install.activate_engine()
+        try:
+            config = original(self, *args, **kwargs)
+        except ValidationError as error:
+            raise _dictated_method(self) or one_line(error) from None
+        assert settings_of(config) is not None  # never plain DFlash in silence
+        checks.check_vllm_config(config)
+        return config
+
+    return wrapper
+
+
+def _dictated_method(engine_args: Any) -> ConfigError | None:
+    """The mistake if the served checkpoint is in `speculators` format, which replaces the method."""
+    method = engine_args.speculative_config.get("method", METHOD)
+    if method == METHOD:
+        return None
+    return ConfigError(
+        f"speculative config: method={METHOD!r} is replaced by {method!r}, which the speculators_config of "
+        "the served checkpoint dictates; serve its target model itself"
+    )
+
+
+def default_prefix_caching(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave prefix caching off for a hybrid target unless the user asked for it."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, model_config: Any) -> Any:
+        if (
+            checks.asked_for(self, check=False)
+            and self.enable_prefix_caching is None
+            and checks.prefix_caching_unsupported(model_config)
+        ):
+            self.enable_prefix_caching = False
+        return original(self, model_config)
+
+    return wrapper
+
+
+def num_lookahead_tokens(original: property) -> property:
+    """Slots past the scheduled tokens that the draft and the tree may write."""
+    getter = original.fget
+    assert getter is not None
+
+    def fget(self: Any) -> int:
+        settings = settings_of(self)
+        return int(getter(self)) if settings is None else settings.num_draft_slots
+
+    return property(fget, doc=original.__doc__)
+
+
+def init_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Apply the runner hooks before the worker builds its model runner."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any) -> Any:
+        if settings_of(self.vllm_config) is not None:
+            checks.check_vllm_config(self.vllm_config)  # again: a VllmConfig can be built without EngineArgs
+            install.activate(self.vllm_config)
+        return original(self)
+
+    return wrapper

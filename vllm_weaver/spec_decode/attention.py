@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Full attention over a tree: the implementation objects that the target's attention layers run with.
+
+A layer's KV cache, metadata and backend stay vLLM's. Only the layer's `impl` object is replaced after the
+model is loaded, by one of a class derived from what it was: rows that belong to a tree attend to the
+committed prefix and to their ancestors, all other rows behave as before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+from vllm_weaver.kernels.kv_compact import kv_compact
+from vllm_weaver.kernels.tree_attention import tree_attention
+from vllm_weaver.spec_decode.step import LayerTrees, TreeStep, layer_trees
+
+
+class TreeAttentionCPU(CPUAttentionBackendImpl):
+    """Tree attention on the CPU. vLLM's CPU kernels pack K and V in a layout that depends on the processor,
+    so this class owns a plain one in the same memory ([block, kv head, K or V, slot, dim]) and computes every
+    row."""
+
+    @staticmethod
+    def cache_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of a layer's cache as [blocks, block size, kv heads, head dim]."""
+        blocks, heads, block_size, width = kv_cache.shape
+        plain = kv_cache.view(blocks, heads, 2, block_size, width // 2).permute(2, 0, 3, 1, 4)
+        return plain[0], plain[1]
+
+    def do_kv_cache_update(
+        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write K and V [T, kv heads, dim] to their slots; slots below 0 are padding."""
+        rows = min(key.shape[0], slot_mapping.shape[0])
+        slots = slot_mapping[:rows].long()
+        real = (slots >= 0).nonzero().flatten()
+        for cache, new in zip(self.cache_views(kv_cache), (key, value), strict=True):
+            block, offset = slots[real] // cache.shape[1], slots[real] % cache.shape[1]
+            cache[block, offset] = new[real].to(cache.dtype)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """See `CPUAttentionBackendImpl.forward`; query [T, heads, dim], output [T, heads * dim] or alike."""
+        if attn_metadata is None:  # memory profiling
+            return output
+        trees = layer_trees(attn_metadata)
+        keys, values = self.cache_views(kv_cache)
+        rows = attn_metadata.num_actual_tokens
+        step = trees.step
+        tree_attention(
+            query[:rows], keys, values, trees.block_table, step.query_start_loc,
+            attn_metadata.seq_lens[: step.num_reqs], step.num_nodes, step.ancestors, scale=self.scale,
+            softcap=self.logits_soft_cap, out=output[:rows].view(query[:rows].shape), causal_rows=True,
+        )  # fmt: skip
+        return output
+
+
+def _refuse_unsupported(name: str, impl: Any) -> None:
+    """One sentence for an attention feature whose tree form does not exist."""
+    if impl.alibi_slopes is not None:
+        what = "ALiBi slopes"
+    elif impl.sliding_window not in (-1, None, (-1, -1)):
+        what = f"a sliding window ({impl.sliding_window})"
+    elif getattr(impl, "sinks", None) is not None:
+        what = "attention sinks"
+    elif impl.is_fp8_kv_cache if hasattr(impl, "is_fp8_kv_cache") else False:
+        what = f"kv_cache_dtype {impl.kv_cache_dtype!r} on a CPU"
+    else:
+        return
+    raise ValueError(
+        f"dflash_tfm: the target's layer {name} uses {what}, for which there is no tree attention; "
+        "serve this model without dflash_tfm."
+    )
+
+
+def install(layers: dict[str, Any]) -> None:
+    """Replace the `impl` of the target's attention layers by its tree form (idempotent).
+
+    Raises:
+        ValueError: a layer uses a feature or an attention backend without a tree form.
+    """
+    for name, layer in layers.items():
+        if isinstance(layer.impl, TreeAttentionCPU):
+            continue
+        if type(layer.impl) is not CPUAttentionBackendImpl:
+            raise ValueError(
+                f"dflash_tfm: the target's layer {name} runs on attention backend "
+                f"{layer.attn_backend.get_name()}, which has no tree attention here; supported: CPU_ATTN."
+            )
+        _refuse_unsupported(name, layer.impl)
+        impl = copy.copy(layer.impl)
+        impl.__class__ = TreeAttentionCPU
+        layer.impl = impl
+
+
+def commit(layers: Iterable[tuple[Any, LayerTrees]], step: TreeStep) -> None:
+    """Move K and V of the accepted nodes to the slots after the committed prefix, in every layer."""
+    groups: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    for layer, trees in layers:
+        _, caches = groups.setdefault(trees.block_table.data_ptr(), (trees.block_table, []))
+        caches.extend(layer.impl.cache_views(layer.kv_cache))
+    for block_table, caches in groups.values():
+        kv_compact(caches, block_table, step.base, step.path, step.num_path, num_nodes=step.num_nodes)

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated DeltaNet layers over a tree: the layer's core in a verify step, and the commit of its state.
+
+Tree rows go through `kernels.tree_conv` and `kernels.gdn_tree`, which only read the committed state and leave
+what a commit needs in the layer's stash; all other rows (prefill chunks) go through vLLM's own code,
+unchanged. After the walk `commit` moves convolution and recurrent state along the accepted path. One state
+slot a request, whatever the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vllm_weaver.kernels.gdn_commit import gdn_tree_commit
+from vllm_weaver.kernels.gdn_tree import GdnStash, StateLayout, gdn_tree_verify
+from vllm_weaver.kernels.tree_conv import tree_conv, tree_conv_commit
+from vllm_weaver.spec_decode.step import LayerTrees, TreeStep, layer_trees
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+
+@dataclass
+class LayerStash:
+    """What a layer keeps between verify and commit: `inputs` [rows, C] of the convolution, and c, k, u."""
+
+    inputs: Tensor
+    gdn: GdnStash
+
+    @classmethod
+    def for_layer(cls, layer: Any, max_rows: int, device: torch.device, dtype: torch.dtype) -> LayerStash:
+        """Buffers for `max_rows` tree rows of a `QwenGatedDeltaNetAttention` layer."""
+        key_heads, value_heads = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
+        channels = 2 * key_heads * layer.head_k_dim + value_heads * layer.head_v_dim
+        return cls(
+            torch.zeros(max_rows, channels, dtype=dtype, device=device),
+            GdnStash.allocate(
+                max_rows, key_heads, layer.head_k_dim, value_heads, layer.head_v_dim, device=device
+            ),
+        )
+
+
+def install(layer: Any, max_rows: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Prepare a recurrent layer of the target for trees: its stash, and one state slot of the plain width.
+
+    Raises:
+        ValueError: the layer is of a kind without a tree form.
+    """
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+
+    if not isinstance(layer, QwenGatedDeltaNetAttention):
+        raise ValueError(
+            f"dflash_tfm: the target's layer {layer.prefix} is a {type(layer).__name__}, which has no tree
+            form " "(supported: QwenGatedDeltaNetAttention); serve this model without dflash_tfm."
+        )
+    layer.num_spec = (
+        0  # vLLM widens the convolution state by the number of drafts; the commit needs no such room
+    )
+    layer.enable_fused_gdn_spec_decode = False  # its kernel is for chains and would pass by the tree's
+    layer.tree_stash = LayerStash.for_layer(layer, max_rows, device, dtype)
+
+
+def _state_layout(layer: Any) -> StateLayout:
+    # vLLM's CPU kernels read the [slot, HV, V, K] allocation as [slot, HV, K, V]; its CUDA kernels do not.
+    return "kv" if layer.kv_cache[1].device.type == "cpu" else "vk"
+
+
+def _recurrent_state(layer: Any) -> Tensor:
+    state = layer.kv_cache[1]
+    if _state_layout(layer) == "kv":
+        slots, heads, v_dim, k_dim = state.shape
+        return state.view(slots, heads, k_dim, v_dim)
+    return state
+
+
+def _conv_state(layer: Any) -> Tensor:
+    """The convolution state as [slots, C, width - 1]."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    state = layer.kv_cache[0]
+    return state if is_conv_state_dim_first() else state.transpose(-1, -2)
+
+
+def _conv_weight(layer: Any) -> Tensor:
+    """The convolution weight as [C, width]; vLLM's CPU path packs the parameter and keeps a plain copy beside
+    it."""
+    weight = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", None)
+    if weight is None:
+        weight = layer.conv1d.weight
+    return weight.view(weight.size(0), -1)
+
+
+def _write_gate(b: Tensor) -> Tensor:
+    """Gate logits whose sigmoid is the beta that the platform's own decode kernel would use.
+
+    vLLM's CPU decode kernel evaluates 1 / (1 + exp(-b)) in the dtype of b, rounding after every operation: up
+    to 0.4 % from the exact value. Exact gates here would be better numbers and another text than plain
+    decoding's.
+    """
+    if b.device.type != "cpu":
+        return b
+    rounded = (1 + (-b.float()).exp().to(b.dtype).float()).to(b.dtype)
+    return (1 / rounded.float()).to(b.dtype).float().logit()
+
+
+def verify(layer: Any, trees: LayerTrees, mixed_qkv: Tensor, b: Tensor, a: Tensor, out: Tensor) -> None:
+    """The layer's core for the tree rows of a step. Committed state is read only.
+
+    Args:
+        layer: a `QwenGatedDeltaNetAttention` with a `tree_stash`.
+        trees: the step and the layer's state slots.
+        mixed_qkv: [T, C] projected q, k, v. b, a: [T, HV] gates. out: [T, HV, V], tree rows are written.
+    """
+    step, stash = trees.step, layer.tree_stash
+    rows = step.num_rows
+    inputs = mixed_qkv[:rows]
+    stash.inputs[:rows].copy_(inputs)
+    conv = torch.empty_like(inputs, memory_format=torch.contiguous_format)
+    tree_conv(
+        inputs,
+        _conv_weight(layer),
+        layer.conv1d.bias,
+        _conv_state(layer),
+        trees.state_indices,
+        step.query_start_loc,
+        step.num_nodes,
+        step.parents,
+        activation=layer.activation,
+        out=conv,
+    )
+    key_heads, value_heads = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
+    keys, values = key_heads * layer.head_k_dim, value_heads * layer.head_v_dim
+    q, k, v = conv.split([keys, keys, values], dim=-1)
+    gdn_tree_verify(
+        q.unflatten(-1, (key_heads, -1)), k.unflatten(-1, (key_heads, -1)), v.unflatten(-1, (value_heads,
+        -1)), a[:rows], _write_gate(b[:rows]), layer.A_log, layer.dt_bias, _recurrent_state(layer),
+        trees.state_indices, step.query_start_loc, step.num_nodes, step.ancestors, out=out[:rows],
+        stash=stash.gdn, state_layout=_state_layout(layer),
+    )  # fmt: skip
+
+
+def commit(layers: Iterable[Any], step: TreeStep, state_indices: Callable[[Any], Tensor]) -> None:
+    """Move every layer's convolution and recurrent state to the leaf of each request's accepted path."""
+    for layer in layers:
+        slots, stash = state_indices(layer), layer.tree_stash
+        path = (slots, step.query_start_loc, step.path, step.num_path)
+        width = _conv_weight(layer).shape[1]
+        tree_conv_commit(stash.inputs, _conv_state(layer), *path, width, num_nodes=step.num_nodes)
+        gdn_tree_commit(
+            stash.gdn,
+            _recurrent_state(layer),
+            *path,
+            num_nodes=step.num_nodes,
+            state_layout=_state_layout(layer),
+        )
+
+
+def reset_slots(layers: Iterable[Any], slots: Callable[[Any], Tensor]) -> None:
+    """Zero the convolution and recurrent state in each layer's `slots` (int [n]).
+
+    For requests that start in this step as trees (prompts of one token): a reused slot holds its last owner's
+    state; vLLM's prefill kernels are told to ignore it, tree kernels read it.
+    """
+    for layer in layers:
+        chosen = slots(layer).long()
+        _recurrent_state(layer)[chosen] = 0
+        _conv_state(layer)[chosen] = 0
+
+
+def non_tree_metadata(metadata: GDNAttentionMetadata) -> GDNAttentionMetadata:
+    """The metadata of a mixed step reduced to its rows that are no trees, renumbered from 0.
+
+    vLLM builds a mixed step's `non_spec_*` and `prefill_*` fields for exactly these rows, so only the
+    switches that mark the step as speculative are cleared.
+    """
+    return replace(
+        metadata,
+        num_spec_decodes=0,
+        num_spec_decode_tokens=0,
+        num_actual_tokens=metadata.num_prefill_tokens + metadata.num_decode_tokens,
+        spec_query_start_loc=None,
+        spec_state_indices_tensor=None,
+        spec_sequence_masks=None,
+        spec_sequence_masks_cpu=None,
+        spec_token_indx=None,
+        non_spec_token_indx=None,
+        num_accepted_tokens=None,
+    )
+
+
+def forward_core_cpu(
+    upstream: Callable[..., None],
+    layer: Any,
+    metadata: GDNAttentionMetadata,
+    mixed_qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    out: Tensor,
+) -> None:
+    """The CPU op's core: `upstream` is vLLM's function for steps without speculative rows."""
+    if metadata.spec_sequence_masks is None or not hasattr(layer, "tree_stash"):
+        upstream(layer, metadata, mixed_qkv, b, a, out)
+        return
+    verify(layer, layer_trees(metadata), mixed_qkv, b, a, out)
+    if metadata.num_prefill_tokens + metadata.num_decode_tokens:
+        index = metadata.non_spec_token_indx
+        assert index is not None  # vLLM sets it whenever a step mixes both kinds of rows
+        part = torch.zeros(index.numel(), *out.shape[1:], dtype=out.dtype, device=out.device)
+        upstream(layer, non_tree_metadata(metadata), mixed_qkv[index], b[index], a[index], part)
+        out[index] = part

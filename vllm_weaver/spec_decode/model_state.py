@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model states that run decode rows as trees: RoPE positions, attention metadata, and the commit after the
+walk.
+
+`TreeStateMixin` holds the tree part once; the two classes at the end put it in front of vLLM's model state
+for hybrid models and of the one for attention-only models. vLLM calls, in this order in a step: `prepare_attn`,
+`prepare_inputs`, the model, the sampler, `postprocess_state`, the speculator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config.compilation import CUDAGraphMode
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.interface import ModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_weaver.config import settings_of
+from vllm_weaver.spec_decode import attention, gdn
+from vllm_weaver.spec_decode.sampler import TreeVerifier
+from vllm_weaver.spec_decode.step import LayerTrees, TreeStep, layer_trees
+from vllm_weaver.spec_decode.tree import TreeBuffers
+
+
+class TreeStateMixin:
+    """The tree part of a model state; see the module's docstring.
+
+    Attributes:
+        trees: the tree of every request for its next verify, by request state index; the speculator writes
+        it.
+        step: the trees of the step that is running.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, model: Any, encoder_cache: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)  # type: ignore[call-arg]
+        settings = settings_of(vllm_config)
+        assert settings is not None  # chosen by the hook only for a config with settings
+        self.settings = settings
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.trees = TreeBuffers(max_num_reqs, settings.budget + 1, device)
+        self.step = TreeStep(max_num_reqs, max_num_tokens, settings.budget, device)
+        self.max_tree_rows = min(max_num_reqs * (settings.budget + 1), max_num_tokens)
+        self._tree_positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self._structured = np.zeros(max_num_reqs, dtype=bool)
+        self._verifier: TreeVerifier | None = None
+        self._req_states: RequestState | None = None
+        self._step_batch: InputBatch | None = None
+        self._metadata: dict[str, Any] = {}
+        self.attention_layers: dict[str, Any] = {
+            name: layer
+            for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items()
+            if not getattr(layer, "is_draft_layer", False)
+        }
+        self.gdn_layers: dict[str, Any] = dict(get_layers_from_vllm_config(vllm_config, MambaBase))
+        attention.install(self.attention_layers)
+        for layer in self.gdn_layers.values():
+            gdn.install(layer, self.max_tree_rows, device, self.dtype)  # type: ignore[attr-defined]
+
+    # --- requests
+    # -------------------------------------------------------------------------------------------------
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """A state index gets a new owner: its last owner's tree is forgotten."""
+        super().add_request(req_index, new_req_data)  # type: ignore[misc]
+        self.trees.clear(torch.tensor([req_index], device=self.step.device))
+        params = new_req_data.sampling_params
+        self._structured[req_index] = params is not None and params.structured_outputs is not None
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+        """vLLM's own sampler for steps without drafts, the tree verifier for the others."""
+        self._req_states = sampler.req_states
+        self._verifier = TreeVerifier(sampler, self.vllm_config.speculative_config, self.step)  # type:
+        ignore[attr-defined] return sampler, self._verifier
+
+    def _root_only(self, input_batch: InputBatch) -> np.ndarray:
+        """bool [num_reqs]: requests that must decode without drafts, since their logits depend on the history
+        of a row in a way that vLLM's processors know for chains only."""
+        index = input_batch.idx_mapping_np[: input_batch.num_reqs]
+        if self._verifier is None:
+            return np.zeros(index.shape, dtype=bool)
+        return self._structured[index] | self._verifier.history_dependent(index)
+
+    # --- a step
+    # ---------------------------------------------------------------------------------------------------
+
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[Tensor, ...],
+        slot_mappings: Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        kv_cache_config: KVCacheConfig,
+        for_capture: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """vLLM's metadata, with the step's trees attached to every target layer."""
+        dummy = not input_batch.prefill_len_np.any()  # no real request has an empty prompt
+        req_states = None if dummy else self._req_states
+        is_tree = self.step.begin(input_batch, req_states, self.trees, self._root_only(input_batch))
+        self._step_batch = input_batch
+        if input_batch.prefill_runs_as_decode_np is not None:
+            # vLLM's own metadata must split the batch as we do; this is the field that it consults for that.
+            input_batch.prefill_runs_as_decode_np = input_batch.prefill_runs_as_decode_np | (
+                is_tree & input_batch.is_prefilling_np
+            )
+        metadata = super().prepare_attn(  # type: ignore[misc]
+            input_batch,
+            cudagraph_mode,
+            block_tables,
+            slot_mappings,
+            attn_groups,
+            kv_cache_config,
+            for_capture,
+            **kwargs,
+        )
+        self._attach(metadata, block_tables, kv_cache_config)
+        self._metadata = metadata
+        if not dummy:
+            self._reset_fresh(input_batch, is_tree)
+        return metadata
+
+    def _attach(
+        self, metadata: dict[str, Any], block_tables: tuple[Tensor, ...], kv_cache_config: Any
+    ) -> None:
+        ours = self.attention_layers.keys() | self.gdn_layers.keys()
+        for group, block_table in zip(kv_cache_config.kv_cache_groups, block_tables, strict=True):
+            trees = LayerTrees(self.step, block_table[: self.step.num_reqs])
+            for name in ours & set(group.layer_names) & metadata.keys():
+                metadata[name].trees = trees
+
+    def _reset_fresh(self, input_batch: InputBatch, is_tree: np.ndarray) -> None:
+        # The host's count is exact at 0: nothing of the request was ever scheduled.
+        fresh = is_tree & (input_batch.num_computed_tokens_np[: input_batch.num_reqs] == 0)
+        if fresh.any() and self.gdn_layers:
+            chosen = torch.from_numpy(fresh.nonzero()[0]).to(self.step.device)
+            gdn.reset_slots(
+                self.gdn_layers.values(), lambda layer: self._trees_of(layer.prefix).state_indices[chosen]
+            )
+
+    def _trees_of(self, layer_name: str) -> LayerTrees:
+        return layer_trees(self._metadata[layer_name])
+
+    def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        """RoPE positions base + depth for tree nodes, in place of the linear ones that slots are computed
+        from."""
+        inputs = super().prepare_inputs(input_batch, req_states)  # type: ignore[misc]
+        if self._step_batch is None or self._step_batch is not input_batch:
+            # Memory profiling: no metadata was built, there are no trees.
+            return inputs
+        positions = inputs.get("positions")
+        if positions is None:
+            count = input_batch.num_tokens_after_padding
+            self._tree_positions[:count].copy_(self.step.positions[:count])
+            return {**inputs, "positions": self._tree_positions[:count]}
+        # M-RoPE: three rows that, for generated text, differ from the sequence position by one offset each.
+        shift = self.step.row_shift
+        positions[:, : shift.shape[0]] += shift
+        return inputs
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        """The buffers that `prepare_inputs` fills, for graph capture."""
+        inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)  # type: ignore[misc]
+        return {"positions": self._tree_positions[:num_tokens], **inputs}
+
+    def postprocess_state(
+        self, idx_mapping: Tensor, num_sampled: Tensor | int, num_computed_tokens: Tensor | None = None
+    ) -> None:
+        """Commit the accepted paths: K and V, GDN state, convolution state.
+
+        vLLM's own bookkeeping (which of several state slots to resume from) does not run: there is one slot a
+        request, and after the commit it is the accepted one.
+        """
+        step = self.step
+        if not step.any_tree:
+            return
+        if step.drafts_verified:
+            attention.commit(
+                ((layer, self._trees_of(name)) for name, layer in self.attention_layers.items()), step
+            )
+        gdn.commit(self.gdn_layers.values(), step, lambda layer: self._trees_of(layer.prefix).state_indices)
+
+
+class TreeHybridModelState(TreeStateMixin, MambaHybridModelState):
+    """Trees on a hybrid model (Gated DeltaNet and attention)."""
+
+
+class TreeDefaultModelState(TreeStateMixin, DefaultModelState):
+    """Trees on an attention-only model."""
+
+
+_TREE_STATES: dict[type[ModelState], type[ModelState]] = {
+    MambaHybridModelState: TreeHybridModelState,
+    DefaultModelState: TreeDefaultModelState,
+}
+
+
+def tree_state_class(upstream: type[ModelState]) -> type[ModelState]:
+    """The tree form of the model state that vLLM chose for a target.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if upstream not in _TREE_STATES:
+        supported = ", ".join(sorted(cls.__name__ for cls in _TREE_STATES))
+        raise ValueError(
+            f"dflash_tfm: the target runs with vLLM's model state {upstream.__name__}, which has no tree form
+            " f"(supported: {supported}); serve this model without dflash_tfm."
+        )
+    return _TREE_STATES[upstream]
