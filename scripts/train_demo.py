@@ -197,7 +197,7 @@ def make_weaver(
 def most_decided(
     prompts: list[Prompt], ids: list[list[int]], target: Qwen3_5ForCausalLM, count: int
 ) -> list[Prompt]:
-    """The `count` prompts, at most two of a package, after which greedy decoding is furthest from any tie.
+    """The `count` prompts, one a document and three a package at most, after which greedy decoding is furthest from any tie.
 
     A tie of two logits may fall either way with the order of additions, so a text with one is no test of whether
     two runtimes agree. Prompts after which the text loops come last.
@@ -214,11 +214,11 @@ def most_decided(
             merit[index] = gap - 100 * loop_share(text[None, length:])
     chosen: list[Prompt] = []
     for index in sorted(range(len(prompts)), key=lambda i: -merit[i]):
-        if sum(c.package == prompts[index].package for c in chosen) < 2:
-            chosen.append(prompts[index])
-            log.info("prompt with smallest gap %.2f: %r", merit[index], prompts[index].text)
-        if len(chosen) == count:
-            break
+        prompt = prompts[index]
+        fresh = all(c.title != prompt.title for c in chosen)
+        if fresh and sum(c.package == prompt.package for c in chosen) < 3 and len(chosen) < count:
+            chosen.append(prompt)
+            log.info("prompt with smallest gap %.2f: %r", merit[index], prompt.text)
     return chosen
 
 

@@ -11,6 +11,11 @@ if not torch.cuda.is_available():
 
 import pytest
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the whole end-to-end grid, not a covering part")
+
+
 HAS_CUDA = torch.cuda.is_available()
 
 

@@ -29,6 +29,7 @@ CHAT_TEMPLATE = (
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "pydoc_data", "site-packages", "dist-packages"}
 PART_OF = {0: "held_out", 1: "prompts"}  # by hash of the source's name modulo PARTS; all others: train
 PARTS = 12
+CUTS = 6  # prompts made of a held-out document
 MIN_DOCSTRING = 150  # characters; shorter docstrings have no style to learn
 
 
@@ -155,24 +156,26 @@ def _cut(text: str, length: int, tokenizer: PreTrainedTokenizerFast) -> str:
 class Prompt:
     """A held-out prompt: the beginning of a document, or a question (then `text` is what a user says)."""
 
-    package: str
+    title: str
     text: str
+
+    @property
+    def package(self) -> str:
+        return self.title.split(".")[0]
 
 
 def held_out_prompts(
     documents: list[Document], tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Beginnings of half the longer held-out documents, 20 to 60 tokens each, and questions about the rest."""
+    """Beginnings of the longer held-out documents, several of each with 20 to 60 tokens, and questions about them."""
     rng = random.Random(seed)
-    long = [d for d in documents if d.part == "held_out" and len(d.text) > 2 * MIN_DOCSTRING]
-    rng.shuffle(long)
     texts, questions = [], []
-    for index, document in enumerate(long):
-        package = document.title.split(".")[0]
-        if index % 2:
-            questions.append(Prompt(package, document.question()))
-            continue
-        text = _cut(document.as_text()[:400], rng.randint(28, 56), tokenizer)
-        if 20 <= len(tokenizer(text)["input_ids"]) <= 60:
-            texts.append(Prompt(package, text))
+    for document in (d for d in documents if d.part == "held_out" and len(d.text) > 2 * MIN_DOCSTRING):
+        questions.append(Prompt(document.title, document.question()))
+        cuts = {_cut(document.as_text()[:400], rng.randint(24, 56), tokenizer) for _ in range(CUTS)}
+        texts.extend(
+            Prompt(document.title, text)
+            for text in sorted(cuts)
+            if 20 <= len(tokenizer(text)["input_ids"]) <= 60
+        )
     return texts, questions

@@ -126,9 +126,7 @@ def assert_identical(references: Sequence[Reference], outputs: Sequence[Any], ma
     assert len(ties) <= max_ties, f"more near-ties than a trained model has: {ties}"
 
 
-def demo_prompts(count: int, tokenizer: Any) -> list[list[int]]:
-    """Token ids of the first held-out demo prompts."""
-    texts = [
-        p if isinstance(p, str) else p["prompt"] for p in json.loads((DEMO / "prompts.json").read_text())
-    ]
+def demo_prompts(tokenizer: Any, count: int | None = None) -> list[list[int]]:
+    """Token ids of the first `count` held-out demo texts (all by default)."""
+    texts = json.loads((DEMO / "prompts.json").read_text())["text"]
     return [tokenizer.encode(text) for text in texts[:count]]

@@ -44,6 +44,11 @@ def wrong(continuation: list[int], budget: int, vocab: int) -> tuple[list[int], 
     return [(truth + 1 + i) % vocab for i in range(count)], [0] * count
 
 
+def none(continuation: list[int], budget: int, vocab: int) -> tuple[list[int], list[int]]:
+    """No drafts."""
+    return [], []
+
+
 def late(continuation: list[int], budget: int, vocab: int) -> tuple[list[int], list[int]]:
     """The true path at the highest indices the budget allows, behind a star of wrong tokens."""
     path = continuation[: max(1, budget // 3)]

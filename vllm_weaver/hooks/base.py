@@ -143,8 +143,10 @@ def upstream_source(path: str) -> str | None:
         if found is None:
             return None
         node = found
-    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])  # type:
-    ignore[attr-defined] return "\n".join(lines[first - 1 : node.end_lineno])  # type: ignore[attr-defined]
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    found_node: Any = node  # every named node has line numbers; the base class does not say so
+    first = min([found_node.lineno, *(decorator.lineno for decorator in decorators)])
+    return "\n".join(lines[first - 1 : found_node.end_lineno])
 
 
 def _defines(node: ast.AST, name: str) -> bool:

@@ -55,12 +55,11 @@ def install(layer: Any, max_rows: int, device: torch.device, dtype: torch.dtype)
 
     if not isinstance(layer, QwenGatedDeltaNetAttention):
         raise ValueError(
-            f"dflash_tfm: the target's layer {layer.prefix} is a {type(layer).__name__}, which has no tree
-            form " "(supported: QwenGatedDeltaNetAttention); serve this model without dflash_tfm."
+            f"dflash_tfm: the target's layer {layer.prefix} is a {type(layer).__name__}, which has no tree "
+            "form (supported: QwenGatedDeltaNetAttention); serve this model without dflash_tfm."
         )
-    layer.num_spec = (
-        0  # vLLM widens the convolution state by the number of drafts; the commit needs no such room
-    )
+    # vLLM widens the convolution state by the number of drafts; the commit needs no such room.
+    layer.num_spec = 0
     layer.enable_fused_gdn_spec_decode = False  # its kernel is for chains and would pass by the tree's
     layer.tree_stash = LayerStash.for_layer(layer, max_rows, device, dtype)
 

@@ -82,8 +82,9 @@ class TreeStateMixin:
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """vLLM's own sampler for steps without drafts, the tree verifier for the others."""
         self._req_states = sampler.req_states
-        self._verifier = TreeVerifier(sampler, self.vllm_config.speculative_config, self.step)  # type:
-        ignore[attr-defined] return sampler, self._verifier
+        speculative_config = self.vllm_config.speculative_config  # type: ignore[attr-defined]
+        self._verifier = TreeVerifier(sampler, speculative_config, self.step)
+        return sampler, self._verifier
 
     def _root_only(self, input_batch: InputBatch) -> np.ndarray:
         """bool [num_reqs]: requests that must decode without drafts, since their logits depend on the history
@@ -217,7 +218,7 @@ def tree_state_class(upstream: type[ModelState]) -> type[ModelState]:
     if upstream not in _TREE_STATES:
         supported = ", ".join(sorted(cls.__name__ for cls in _TREE_STATES))
         raise ValueError(
-            f"dflash_tfm: the target runs with vLLM's model state {upstream.__name__}, which has no tree form
-            " f"(supported: {supported}); serve this model without dflash_tfm."
+            f"dflash_tfm: the target runs with vLLM's model state {upstream.__name__}, which has no tree form "
+            f"(supported: {supported}); serve this model without dflash_tfm."
         )
     return _TREE_STATES[upstream]
