@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Train the demo models: a tiny Qwen3.5-style hybrid target, a DFlash draft and a Weaver head, in one command.
+"""Train the demo models in one command: a tiny Qwen3.5-style hybrid target, a DFlash draft, a Weaver head.
 
     python scripts/train_demo.py --out scripts/demo_models
 
-The text is the documentation inside the Python installation that runs this (see `demo_lib/corpus.py`), so the result
-depends on its version; `training.json` beside the models records it. The stages: tokenizer, target on the text,
-greedy texts of the target, draft and Weaver on those, evaluation on held-out prompts. Seeds are fixed; on one machine
-and one set of versions the same weights come out up to the order of additions on a GPU.
+The text is the documentation inside the Python installation that runs this (see `demo_lib/corpus.py`), so the
+result depends on its version; `training.json` beside the models records it. The stages: tokenizer, target on
+the text, greedy texts of the target, draft and Weaver on those, prompts, evaluation on held-out text. A stage
+whose files the folder already holds is not repeated. Seeds are fixed; on one machine and one set of versions
+the same weights come out, on a GPU up to the order of additions. An H200 takes six minutes, most of it for
+the target; a CPU is enough for a trial with fewer steps (`--set target_steps=200` and so on).
 """
 
 import argparse
@@ -121,12 +123,14 @@ def make_texts(
     parts: tuple[str, ...],
     count: int,
 ) -> torch.Tensor:
-    """Greedy texts [count, prompt + new_tokens] of the target after windows of documents of `parts`, in equal shares."""
+    """Greedy texts [count, prompt + new_tokens] after windows of documents of `parts`, in equal shares."""
     seed = seeded(settings, 2)
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.cat(
         [
-            sample_windows(encode_part(documents, p, tokenizer, seed), count // len(parts), settings.prompt, generator)
+            sample_windows(
+                encode_part(documents, p, tokenizer, seed), count // len(parts), settings.prompt, generator
+            )
             for p in parts
         ]
     ).to(target.device)
@@ -197,10 +201,10 @@ def make_weaver(
 def most_decided(
     prompts: list[Prompt], ids: list[list[int]], target: Qwen3_5ForCausalLM, count: int
 ) -> list[Prompt]:
-    """The `count` prompts, one a document and three a package at most, after which greedy decoding is furthest from any tie.
+    """The `count` prompts (token `ids`) after which 128 tokens of greedy text stay furthest from any tie.
 
-    A tie of two logits may fall either way with the order of additions, so a text with one is no test of whether
-    two runtimes agree. Prompts after which the text loops come last.
+    A tie of two logits may fall either way with the order of additions, so a text with one is no test of
+    whether two runtimes agree. One prompt a document and three a package at most; loops come last.
     """
     same_length: dict[int, list[int]] = {}
     for index, tokens in enumerate(ids):
@@ -208,7 +212,7 @@ def most_decided(
     merit = [0.0] * len(prompts)
     for length, members in same_length.items():
         given = torch.tensor([ids[i] for i in members], device=target.device)
-        texts = greedy_continuations(target, given, 160)
+        texts = greedy_continuations(target, given, 128)
         gaps = smallest_gaps(target, texts, length).tolist()
         for index, text, gap in zip(members, texts, gaps, strict=True):
             merit[index] = gap - 100 * loop_share(text[None, length:])
@@ -248,7 +252,8 @@ def save_prompts(
 def run(settings: Settings, out: Path, device: torch.device) -> dict[str, object]:
     """Train what the folder `out` lacks, evaluate all of it; returns what training.json holds.
 
-    Every stage starts from the files of the stages before it, so an interrupted run continues to the same result.
+    Every stage starts from the files of the stages before it, so an interrupted run continues to the same
+    result.
     """
     start = time.monotonic()
     documents = read_documents()
@@ -294,10 +299,16 @@ def run(settings: Settings, out: Path, device: torch.device) -> dict[str, object
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for target/, draft/, weaver/, prompts.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for target/, draft/, weaver/, prompts.json"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=NUMBER", help="change one of Settings")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=NUMBER", help="change one of Settings"
+    )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     changed = {name: int(value) for name, _, value in (item.partition("=") for item in arguments.set)}

@@ -351,6 +351,14 @@ def test_malicious_pickle_is_refused_and_not_run(tmp_path: Path, hybrid: str, dr
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("kind", ["target", "missing"])
+def test_a_model_that_is_no_draft_is_named(kind: str, hybrid: str, draft: str) -> None:
+    """Upstream lists every architecture that it knows; one line says what was given."""
+    model = hybrid if kind == "target" else "/no/such"
+    message = refusal(hybrid, chain(draft, model=model))
+    assert message.startswith(f"speculative config with model={model!r}: ") and len(message) < 600
+
+
 # --- what it cannot run with -----------------------------------------------------------------------------
 
 
@@ -383,6 +391,7 @@ LIMITS = {
     "dual batch overlap": ({"enable_dbo": True}, "--enable-dbo=True"),
     "micro-batches": ({"ubatch_size": 2}, "--ubatch-size=2"),
     "lora": ({"enable_lora": True}, "--enable-lora=True"),
+    "lora, many sequences": ({"enable_lora": True, "max_num_seqs": 256}, "--enable-lora=True"),
     "kv dtype": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype='fp8'"),
     "prefix caching": ({"enable_prefix_caching": True}, "--enable-prefix-caching"),
 }

@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM without a GPU: the mends, refusals on the command line, a server whose engine is a forked process."""
+"""vLLM without a GPU: the mends, and a server whose engine is a forked process."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,38 +16,19 @@ import triton
 import triton.language as tl
 
 from tests import tiny
+from tests.e2e.server import Server, environment, running
 from vllm_weaver import cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-COMMAND = [sys.executable, "-m", "vllm_weaver.cpu"]
-ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_USE_V2")} | {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-}
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
-def hybrid(root: Path) -> str:
-    return tiny.folder(root, "hybrid")
-
-
-@pytest.fixture(scope="module")
-def draft(root: Path) -> str:
-    return tiny.folder(root, "draft")
-
-
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(code: str, **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         timeout=120,
-        env=ENVIRONMENT | environment,
+        env=environment(**changes),
     )
 
 
@@ -91,11 +67,7 @@ def test_a_users_settings_are_respected() -> None:
 
 @pytest.mark.parametrize("package", ["triton", "vllm.triton_utils"])
 def test_too_late_is_said_in_one_sentence(package: str) -> None:
-    code = f"import {package}\nfrom vllm_weaver import cpu\ncpu.prepare()"
-    environment = {key: value for key, value in ENVIRONMENT.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment
-    )
+    done = python(f"import {package}\nfrom vllm_weaver import cpu\ncpu.prepare()")
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].startswith("RuntimeError: vllm_weaver.cpu.prepare() must run before")
 
@@ -103,7 +75,8 @@ def test_too_late_is_said_in_one_sentence(package: str) -> None:
 def test_every_mend_that_was_applied_is_explained() -> None:
     cpu.prepare()
     assert set(cpu.applied()) <= set(cpu.MENDS)
-    assert {"triton-cpu-backend", "interpreter-masks", "interpreter-range"} <= set(cpu.applied())
+    interpreter = {"interpreter-masks", "interpreter-bfloat16", "interpreter-range"}
+    assert {"triton-cpu-backend"} | interpreter <= set(cpu.applied())
 
 
 def test_the_alias_answers_for_vllm_only() -> None:
@@ -151,6 +124,52 @@ def test_interpreter_gives_range_variables_that_are_tensors() -> None:
     assert out.item() == 0 + 4 + 16 + 36 + 64
 
 
+@triton.jit
+def _arithmetic(
+    out,  # [6, n], float32
+    source,  # [m], bfloat16
+    m,
+    n: tl.constexpr,
+):
+    index = tl.arange(0, n)
+    x = tl.load(source + index, mask=index < m, other=float("-inf"))
+    first = tl.load(source)
+    tl.store(out + index, (x >= first).to(tl.float32))
+    tl.store(out + n + index, tl.maximum(x, first).to(tl.float32))
+    tl.store(out + 2 * n + index, (x + first).to(tl.float32))
+    tl.store(out + 3 * n + index, (-x * 2).to(tl.float32))
+    tl.store(out + 4 * n + index, tl.where(index < m, x, 0.0).to(tl.int32).to(tl.float32))
+    tl.store(out + 5 * n + index, tl.fma(x, x, first).to(tl.float32))
+
+
+def test_interpreter_computes_with_the_values_of_bfloat16() -> None:
+    cpu.prepare()
+    out, infinity = torch.full((6, 8), -5.0), float("inf")
+    _arithmetic[(1,)](out, torch.tensor([2.0, -1.0, 3.5, -6.0, 2.0], dtype=torch.bfloat16), 5, 8)
+    x = torch.tensor([2.0, -1.0, 3.5, -6.0, 2.0] + 3 * [-infinity])
+    expected = torch.stack([(x >= 2).float(), x.clamp(min=2), x + 2, -2 * x, x.trunc(), x * x + 2])
+    expected[4, 5:] = 0.0
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("vocab", [300, 1024, 9000])
+def test_logprobs_and_ranks_of_bfloat16_logits(vocab: int) -> None:
+    """vLLM's kernels compare logits; padding is -inf and must not become the largest."""
+    cpu.prepare()
+    from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    logits[1, 5] = -float("inf")
+    logits[2] -= 20
+    chosen = torch.tensor([7, 3, 250])
+    scores = compute_topk_scores(logits, 4, chosen)
+    expected = logits.float().log_softmax(-1)
+    found = scores.logprobs, scores.logprob_token_ids
+    torch.testing.assert_close(found[0], expected.gather(1, found[1].long()), rtol=1e-3, atol=1e-3)
+    at_least = logits >= logits.gather(1, chosen[:, None])
+    assert scores.selected_token_ranks.tolist() == at_least.sum(1).tolist()
+
+
 def test_top_k_top_p_keeps_what_the_definition_keeps() -> None:
     cpu.prepare()
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -163,75 +182,57 @@ def test_top_k_top_p_keeps_what_the_definition_keeps() -> None:
 # --- command line ----------------------------------------------------------------------------------------
 
 
-def serve(target: str, speculative: dict[str, Any], **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        *COMMAND, "serve", target, "--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager",
-        "--max-model-len", "256", "--speculative-config", json.dumps(speculative),
-    ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT | environment)
+def test_a_forked_process_lets_go_of_its_parents_ports() -> None:
+    """The port is free for a successor while an engine still lives."""
+    done = python("""
+import socket, time
+from vllm_weaver import cpu
+cpu.prepare()
+from vllm.utils.system_utils import get_mp_context
+def hold(pipe):
+    pipe.recv()
+if __name__ == "__main__":
+    context = get_mp_context()
+    server = socket.socket()
+    server.bind(("127.0.0.1", 0))
+    server.listen()
+    address = server.getsockname()
+    ours, theirs = context.Pipe()
+    child = context.Process(target=hold, args=(theirs,))
+    child.start()
+    server.close()
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            socket.create_server(address, reuse_port=False).close()
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert child.is_alive()
+    ours.send(None)
+    child.join()
+    print(child.exitcode)
+""")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "0"
 
 
-@pytest.mark.parametrize(
-    ("change", "environment", "expected"),
-    [
-        ({"proposals": "chain"}, {}, "unknown key 'proposals' (value 'chain'); did you mean 'proposal'?"),
-        ({}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "VLLM_USE_V2_MODEL_RUNNER=0 switches it off"),
-    ],
-    ids=["wrong key", "V1 runner"],
-)
-def test_serve_refuses_with_one_line(
-    change: dict[str, str], environment: dict[str, str], expected: str, hybrid: str, draft: str
-) -> None:
-    spec = {"method": "dflash_tfm", "model": draft, "num_speculative_tokens": 8, "proposal": "chain"} | change
-    done = serve(hybrid, spec, **environment)
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: ") and expected in last
-    assert "Traceback" not in done.stderr and "EngineCore" not in done.stdout + done.stderr
-
-
-def test_serve_answers_from_a_forked_engine(hybrid: str, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        *COMMAND, "serve", hybrid, "--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager",
-        "--max-model-len", "256", "--max-num-seqs", "2", "--enable-scale-out",
-        "--host", "127.0.0.1", "--port", str(port),
-    ]  # fmt: skip
-    log = tmp_path / "server.log"
-    with log.open("w") as file:
-        server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=ENVIRONMENT)
-    try:
-        _wait(server, f"http://127.0.0.1:{port}/health", log)
-        body = {
-            "token_ids": [5, 9, 200, 31],
-            "sampling_params": {
-                "temperature": 0.8, "top_k": 5, "seed": 1, "max_tokens": 6,
-                "ignore_eos": True, "detokenize": False,
-            },
-        }  # fmt: skip
+def test_serve_answers_from_a_forked_engine(tmp_path: Path) -> None:
+    options = ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out"]
+    limits = ["--max-model-len", "256", "--max-num-seqs", "2"]
+    server = Server(tmp_path / "output", tiny.folder(tmp_path, "hybrid"), *options, *limits)
+    sampling = {
+        "temperature": 0.8, "top_k": 5, "seed": 1, "max_tokens": 6, "ignore_eos": True, "detokenize": False,
+    }  # fmt: skip
+    body = {"token_ids": [5, 9, 200, 31], "sampling_params": sampling}
+    with running(server):
         request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/inference/v1/generate",
+            f"http://127.0.0.1:{server.port}/inference/v1/generate",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
             tokens = json.load(answer)["choices"][0]["token_ids"]
         assert len(tokens) == 6 and all(0 <= token < tiny.VOCAB for token in tokens)
-        assert "V2 Model Runner" in log.read_text()
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
-
-
-def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    for _ in range(240):
-        if server.poll() is not None:
-            pytest.fail(f"the server ended: {log.read_text()[-3000:]}")
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-            return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.5)
-    pytest.fail(f"the server did not come up: {log.read_text()[-3000:]}")
+        assert "V2 Model Runner" in server.stdout

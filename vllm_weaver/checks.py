@@ -73,7 +73,7 @@ def check_vllm_config(config: VllmConfig) -> None:
         return
     check_environment()
     _check_target(config.model_config)
-    check_parallel(config.parallel_config)
+    _check_parallel(config.parallel_config)
     _refuse(_limits(config))
     if not config.use_v2_model_runner:
         missing = ", ".join(config._get_v2_model_runner_unsupported_features()) or "this configuration"
@@ -121,9 +121,14 @@ def _check_target(model_config: ModelConfig) -> None:
         )
 
 
-def check_parallel(parallel: ParallelConfig | EngineArgs) -> None:
-    """Refuse more than one device and micro-batches. EngineArgs are checked too: upstream refuses some of
-    them while it builds the configuration, but does not say which flag it means."""
+def check_arguments(engine_args: EngineArgs) -> None:
+    """Refuse what upstream refuses while it builds the configuration without saying which flag it means."""
+    _check_parallel(engine_args)
+    _refuse([_lora(bool(engine_args.enable_lora))])
+
+
+def _check_parallel(parallel: ParallelConfig | EngineArgs) -> None:
+    """Refuse more than one device and micro-batches."""
     one_place = "the keys and states of a tree must be in one place"
     one_batch = "a tree must not be split over micro-batches"
     _refuse(
@@ -139,13 +144,19 @@ def check_parallel(parallel: ParallelConfig | EngineArgs) -> None:
     )
 
 
+def _lora(enabled: bool) -> _Row:
+    return "--enable-lora", enabled, False, _UNTESTED
+
+
 def _limits(config: VllmConfig) -> list[_Row]:
+    from vllm.platforms import current_platform
+
     transfer = "rejected branches would be transferred as if they were committed"
-    return [
+    rows: list[_Row] = [
         ("--runner", config.model_config.runner_type, "generate", "only generation has drafts"),
         ("--kv-transfer-config", getattr(config.kv_transfer_config, "kv_connector", None), None, transfer),
         ("--ec-transfer-config", getattr(config.ec_transfer_config, "ec_connector", None), None, _UNTESTED),
-        ("--enable-lora", config.lora_config is not None, False, _UNTESTED),
+        _lora(config.lora_config is not None),
     ]
 
 

@@ -9,6 +9,7 @@ naming key, value and what is allowed.
 
 import difflib
 import json
+import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
@@ -126,7 +127,12 @@ class WeaverSpeculativeConfig(SpeculativeConfig):
             return self
         check_keys({key: value for key, value in given.items() if value != default_of(key)})
         self.method = "dflash"
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ConfigError:
+            raise
+        except ValueError as error:  # about the draft, as our keys are checked
+            raise ConfigError(f"speculative config with model={_show(self.model)}: {_brief(error)}") from None
         self.weaver_settings = self._settle()
         # The draft is asked about every position that the target can reach (vllm-project/vllm#48894).
         self._maybe_override_draft_max_position_embeddings(
@@ -357,6 +363,12 @@ def resolve_weaver(speculative: "WeaverSpeculativeConfig", depth: int) -> str:
 # --- errors ----------------------------------------------------------------------------------------------
 
 
+def _brief(error: ValueError, limit: int = 400) -> str:
+    """What an error of upstream says, as one line that ends within `limit` characters."""
+    text = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    return textwrap.shorten(text.removeprefix("Value error, "), limit, placeholder=" ...")
+
+
 def one_line(error: ValidationError) -> ConfigError:
     """The first mistake of a pydantic error as one sentence; a ConfigError inside it is returned as it is."""
     for item in error.errors(include_url=False):
@@ -367,7 +379,7 @@ def one_line(error: ValidationError) -> ConfigError:
     where = ".".join(
         str(part) for part in first["loc"] if isinstance(part, str) and not part.startswith("function-")
     )
-    message = " ".join(first["msg"].removeprefix("Value error, ").split())
+    message = _brief(error)
     part = "speculative config" if error.title == WeaverSpeculativeConfig.__name__ else error.title
     if where:
         message = f"{where}={_show(first.get('input'))} is not allowed: {message}"

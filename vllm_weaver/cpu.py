@@ -8,11 +8,13 @@ Nothing here touches vLLM on import of this module: only `prepare()` does, and c
 
 from __future__ import annotations
 
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
@@ -24,6 +26,7 @@ MENDS = {
     "torchvision-operators": "a CUDA build of torchvision cannot load its operators beside a CPU torch",
     "media-packages-hidden": "likewise torchaudio and torchcodec, imported if found; text needs neither",
     "interpreter-masks": "masked loads and stores refuse masks that ended up as integers",
+    "interpreter-bfloat16": "bfloat16 is kept as raw bits, which are compared and added as integers",
     "interpreter-range": "loop variables of tl.range are plain ints, which have no tensor methods",
     "model-inspection": "vLLM inspects a model class in a fresh process, which would lack these mends",
     "fork": "vLLM's CPU platform spawns the engine process, which would lack these mends",
@@ -117,6 +120,35 @@ def _interpreter() -> None:
     builder.create_masked_store = create_masked_store
     _note("interpreter-masks")
 
+    def is_bfloat16(value: Any) -> bool:
+        return isinstance(value, interpreter.TensorHandle) and value.dtype.scalar == tl.bfloat16
+
+    def in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(self: Any, *args: Any) -> Any:
+            if not any(map(is_bfloat16, args)):
+                return original(self, *args)
+            wide = [self.create_fp_ext(arg, tl.float32) if is_bfloat16(arg) else arg for arg in args]
+            result = original(self, *wide)
+            # A comparison gives booleans, a product may be added to an operand of another type.
+            operands = [arg for arg in args if isinstance(arg, interpreter.TensorHandle)]
+            narrow = result.data.dtype == np.float32 and all(map(is_bfloat16, operands))
+            return self.create_fp_trunc(result, tl.bfloat16) if narrow else result
+
+        return operation
+
+    for name in ("binary_op", "unary_op", "create_fma", "create_dot", "create_clampf", "create_rsqrt"):
+        setattr(builder, name, in_float32(getattr(builder, name)))
+    cast = builder.cast_impl
+
+    def cast_impl(self: Any, source: Any, wanted: Any) -> Any:
+        types = {source.dtype.scalar, wanted.scalar}
+        if tl.bfloat16 in types and not types <= {tl.bfloat16, tl.float32}:
+            source = cast(self, source, tl.float32)
+        return cast(self, source, wanted)
+
+    builder.cast_impl = cast_impl
+    _note("interpreter-bfloat16")
+
     def patch_lang_core(lang: Any, scope: Any) -> None:
         patch_core(lang, scope)
         plain = lang.range
@@ -207,13 +239,35 @@ def _torchvision_operators() -> None:
 
 
 def _fork(module: ModuleType) -> None:
-    import multiprocessing
+    import multiprocessing.context
+
+    class Process(multiprocessing.context.ForkProcess):
+        def run(self) -> None:
+            _release_ports()
+            super().run()
+
+    class Context(multiprocessing.context.ForkContext):
+        pass
+
+    Context.Process = Process
+    context = Context()
 
     def get_mp_context() -> Any:
-        return multiprocessing.get_context("fork")
+        return context
 
     module.get_mp_context = get_mp_context  # type: ignore[attr-defined]
     _note("fork")
+
+
+def _release_ports() -> None:
+    """Close a forked process's copies of its parent's TCP sockets.
+
+    While an engine or worker holds the port of a server, the server takes it for a foreign one at shutdown,
+    and its successor cannot have it.
+    """
+    for held in gc.get_objects():
+        if issubclass(type(held), socket.socket) and held.family in (socket.AF_INET, socket.AF_INET6):
+            held.close()
 
 
 def _model_inspection(module: ModuleType) -> None:

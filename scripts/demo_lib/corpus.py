@@ -2,9 +2,10 @@
 """The text of the demo models: documentation that every Python installation carries, and a tokenizer for it.
 
 Documents are the language topics of `pydoc_data.topics` and the docstrings of the standard library (tests and
-bundled third-party code left out), each as plain text and as a question and answer. The name of its file or topic
-puts a document into one of three parts: `train` teaches the target, `prompts` only starts greedy texts on which draft
-and Weaver learn (so that they also see the target on text it does not know), `held_out` is for evaluation alone.
+bundled third-party code left out), each as plain text and as a question and answer. The name of its file or
+topic puts a document into one of three parts: `train` teaches the target, `prompts` only starts greedy texts
+on which draft and Weaver learn (so that they also see the target on text it does not know), `held_out` is for
+evaluation alone.
 """
 
 import ast
@@ -26,10 +27,20 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
     "'<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "pydoc_data", "site-packages", "dist-packages"}
+SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "ensurepip",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+}
 PART_OF = {0: "held_out", 1: "prompts"}  # by hash of the source's name modulo PARTS; all others: train
 PARTS = 12
-CUTS = 6  # prompts made of a held-out document
+CUTS = 3  # prompts made of a held-out document
+CANDIDATES = 72  # held-out documents that prompts are made of; a third of them are asked about, too
 MIN_DOCSTRING = 150  # characters; shorter docstrings have no style to learn
 
 
@@ -62,7 +73,10 @@ def part_of(source: str) -> str:
 def _docstrings(path: Path, module: str) -> Iterator[tuple[str, str]]:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError):  # the standard library holds a few samples that are wrong on purpose
+    except (
+        SyntaxError,
+        UnicodeDecodeError,
+    ):  # the standard library holds a few samples that are wrong on purpose
         return
     stack: list[tuple[str, ast.AST]] = [(module, tree)]
     while stack:
@@ -80,7 +94,8 @@ def read_documents() -> list[Document]:
     from pydoc_data import topics
 
     found = [
-        Document(f"the topic {name}", text, part_of(f"topic {name}")) for name, text in sorted(topics.topics.items())
+        Document(f"the topic {name}", text, part_of(f"topic {name}"))
+        for name, text in sorted(topics.topics.items())
     ]
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
@@ -88,7 +103,9 @@ def read_documents() -> list[Document]:
         if SKIPPED_FOLDERS.isdisjoint(parts):
             module = ".".join(p for p in parts if p != "__init__")
             part = part_of(module)
-            found.extend(Document(n, t, part) for n, t in _docstrings(path, module) if len(t) >= MIN_DOCSTRING)
+            found.extend(
+                Document(n, t, part) for n, t in _docstrings(path, module) if len(t) >= MIN_DOCSTRING
+            )
     seen: set[str] = set()
     unique = []
     for document in found:
@@ -129,8 +146,10 @@ def train_tokenizer(documents: list[Document], vocab_size: int) -> PreTrainedTok
     )
 
 
-def encode_part(documents: list[Document], part: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> torch.Tensor:
-    """One token stream [tokens] of the documents of a part, each plain and as a chat, shuffled, `END` after each."""
+def encode_part(
+    documents: list[Document], part: str, tokenizer: PreTrainedTokenizerFast, seed: int
+) -> torch.Tensor:
+    """One shuffled stream [tokens] of a part's documents, each plain and as a chat, `END` after each."""
     texts = [form for d in documents if d.part == part for form in (d.as_text(), d.as_chat())]
     encoded = tokenizer(texts, verbose=False)["input_ids"]
     random.Random(seed).shuffle(encoded)
@@ -167,11 +186,13 @@ class Prompt:
 def held_out_prompts(
     documents: list[Document], tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Beginnings of the longer held-out documents, several of each with 20 to 60 tokens, and questions about them."""
+    """Beginnings of longer held-out documents, 20 to 60 tokens each, and questions about some of them."""
     rng = random.Random(seed)
-    texts, questions = [], []
-    for document in (d for d in documents if d.part == "held_out" and len(d.text) > 2 * MIN_DOCSTRING):
-        questions.append(Prompt(document.title, document.question()))
+    long = [d for d in documents if d.part == "held_out" and len(d.text) > 2 * MIN_DOCSTRING]
+    rng.shuffle(long)
+    questions = [Prompt(d.title, d.question()) for d in long[: CANDIDATES // 3]]
+    texts = []
+    for document in long[:CANDIDATES]:
         cuts = {_cut(document.as_text()[:400], rng.randint(24, 56), tokenizer) for _ in range(CUTS)}
         texts.extend(
             Prompt(document.title, text)

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo draft: a DFlash block drafter, its training, and the checkpoint that vLLM loads as DFlashDraftModel.
+"""The demo draft: a DFlash block drafter, its training, and the checkpoint that vLLM loads.
 
-One forward drafts a whole block. Row 0 is the token that the target has just produced (the anchor, at position a),
-rows 1..D are mask tokens at positions a+1..a+D, each predicting the token *at* its own position. The rows see the
-context only through keys and values that every layer projects from the target's auxiliary hidden states at the
-positions before a, and see one another without a causal mask. Embedding and output head are the target's.
+One forward drafts a whole block. Row 0 is the token that the target has just produced (the anchor, at
+position a), rows 1..D are mask tokens at positions a+1..a+D, each predicting the token *at* its own position.
+The rows see the context only through keys and values that every layer projects from the target's auxiliary
+hidden states at the positions before a, and see one another without a causal mask. Embedding and output head
+are the target's.
 
-Method: DFlash, arXiv 2602.06036. The arithmetic here is the one vLLM runs, so that training and serving agree.
+Method: DFlash, arXiv 2602.06036. The arithmetic is the one vLLM runs, so that training and serving agree.
 """
 
 import json
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +41,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding over the full head dimension, halves rotated. x [n, t, heads, dim], positions [n, t]."""
+    """Rotary embedding over the full head dimension, on x [n, t, heads, dim] at positions [n, t]."""
     half = x.shape[-1] // 2
     frequency = ROPE_THETA ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = (positions[..., None] * frequency)[:, :, None]
@@ -106,7 +108,7 @@ class DFlashDraft(nn.Module):
     `config` is the content of the checkpoint's config.json.
     """
 
-    def __init__(self, config: dict) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.config = config
         hidden, layer_ids = config["hidden_size"], config["dflash_config"]["target_layer_ids"]
@@ -128,8 +130,8 @@ class DFlashDraft(nn.Module):
     ) -> torch.Tensor:
         """Draft hidden states [n, anchors, block, hidden] (normed) of every block.
 
-        embedding [vocab, hidden]; features [n, t, aux * hidden]; tokens [n, t]; anchors [n, m] are positions in
-        1..t-1: the block of anchor a uses the features before a and the token at a.
+        embedding [vocab, hidden]; features [n, t, aux * hidden]; tokens [n, t]; anchors [n, m] are positions
+        in 1..t-1: the block of anchor a uses the features before a and the token at a.
         """
         n, t = tokens.shape
         m, block, device = anchors.shape[1], self.block, tokens.device
@@ -148,7 +150,9 @@ class DFlashDraft(nn.Module):
         return self.norm(rows).unflatten(1, (m, block))
 
 
-def draft_config(target: dict, *, layers: int, intermediate: int, target_layer_ids: list[int], mask_token: int) -> dict:
+def draft_config(
+    target: dict[str, Any], *, layers: int, intermediate: int, target_layer_ids: list[int], mask_token: int
+) -> dict[str, Any]:
     """config.json of the draft; `target` is the target's config as a dict.
 
     Heads are the target's, so that both kinds of attention layers have pages of one size in a KV cache.
@@ -198,8 +202,8 @@ def train_draft(
 ) -> float:
     """Distil the target's greedy text [n, t] (the first `prompt` tokens are given) into the draft.
 
-    Cross entropy at every mask row; row j weighs exp(-(j-1)/4), since a late row only matters once all earlier
-    ones were right. Returns the mean loss of the last tenth of the steps.
+    Cross entropy at every mask row; row j weighs exp(-(j-1)/4), since a late row only matters once all
+    earlier ones were right. Returns the mean loss of the last tenth of the steps.
     """
     device, depth = texts.device, draft.block - 1
     weight = torch.exp(-torch.arange(depth, device=device) / 4)
@@ -227,7 +231,9 @@ def train_draft(
         if step >= steps - max(1, steps // 10):
             tail.append(loss.detach())
         if step % max(1, steps // 12) == 0:
-            log.info("draft step %d/%d loss %.3f (%.0f s)", step, steps, loss.item(), time.monotonic() - start)
+            log.info(
+                "draft step %d/%d loss %.3f (%.0f s)", step, steps, loss.item(), time.monotonic() - start
+            )
     draft.eval()
     return torch.stack(tail).mean().item()
 
@@ -236,7 +242,10 @@ def save_draft(draft: DFlashDraft, folder: Path) -> None:
     """Write config.json and model.safetensors (bfloat16)."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(draft.config, indent=2) + "\n")
-    weights = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in draft.state_dict().items()}
+    weights = {
+        name: value.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, value in draft.state_dict().items()
+    }
     save_file(weights, folder / "model.safetensors")
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated speculative decoding of the demo models: accepted length on greedy texts of the target.
 
-Greedy verification accepts exactly the drafted tokens that the target would have written, so one greedy text decides
-every step: trees for all its positions are grown in one batch, by the proposers that serving uses, then the positions
-that decoding would really visit are walked.
+Greedy verification accepts exactly the drafted tokens that the target would have written, so one greedy text
+decides every step: trees for all its positions are grown in one batch, by the proposers that serving uses,
+then the positions that decoding would really visit are walked.
 """
 
 from dataclasses import dataclass
@@ -60,9 +60,18 @@ class Score:
 
 @torch.no_grad()
 def evaluate(
-    target: Qwen3_5ForCausalLM, draft: DFlashDraft, head: WeaverHead, texts: torch.Tensor, *, prompt: int, budget: int
+    target: Qwen3_5ForCausalLM,
+    draft: DFlashDraft,
+    head: WeaverHead,
+    texts: torch.Tensor,
+    *,
+    prompt: int,
+    budget: int,
 ) -> dict[str, Score]:
-    """Decode the greedy texts [n, t] (the first `prompt` tokens are given) with every proposal; a chain has D nodes."""
+    """Decode the greedy texts [n, t], whose first `prompt` tokens are given, with every proposal.
+
+    Trees have `budget` nodes below the root, a chain has D.
+    """
     depth = draft.block - 1
     anchors = torch.arange(prompt, texts.shape[1] - depth, device=texts.device)
     found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -72,8 +81,12 @@ def evaluate(
         for name, proposer in proposers(target, head).items():
             tree = proposer.propose(*states, blocks.tokens[:, 0], depth if name == "chain" else budget)
             counts, branches = accepted(tree, blocks.tokens)
-            found.setdefault(name, []).append((counts.view(len(part), -1).cpu(), branches.view(len(part), -1).cpu()))
-    return {name: _walk(torch.cat([c for c, _ in f]), torch.cat([b for _, b in f])) for name, f in found.items()}
+            found.setdefault(name, []).append(
+                (counts.view(len(part), -1).cpu(), branches.view(len(part), -1).cpu())
+            )
+    return {
+        name: _walk(torch.cat([c for c, _ in f]), torch.cat([b for _, b in f])) for name, f in found.items()
+    }
 
 
 def _walk(counts: torch.Tensor, branches: torch.Tensor) -> Score:

@@ -62,7 +62,9 @@ def optimizer_for(parameters: Iterable[nn.Parameter], rate: float, decay: float 
 def set_rate(optimizer: torch.optim.Optimizer, peak: float, step: int, steps: int) -> None:
     """Linear warm-up over 5 % of the steps, then a cosine down to 2 % of the peak."""
     warm = max(1, steps // 20)
-    factor = (step + 1) / warm if step < warm else 0.51 + 0.49 * math.cos(math.pi * (step - warm) / (steps - warm))
+    factor = (
+        (step + 1) / warm if step < warm else 0.51 + 0.49 * math.cos(math.pi * (step - warm) / (steps - warm))
+    )
     for group in optimizer.param_groups:
         group["lr"] = peak * factor
 
@@ -73,9 +75,16 @@ def autocast(device: torch.device) -> torch.autocast:
 
 
 def train_target(
-    model: Qwen3_5ForCausalLM, stream: torch.Tensor, *, steps: int, batch: int, length: int, rate: float, seed: int
+    model: Qwen3_5ForCausalLM,
+    stream: torch.Tensor,
+    *,
+    steps: int,
+    batch: int,
+    length: int,
+    rate: float,
+    seed: int,
 ) -> float:
-    """Next-token training on windows of `stream` [tokens]; returns the mean loss of the last tenth of the steps."""
+    """Next-token training on windows of `stream` [tokens]; returns the mean loss of the last steps (10 %)."""
     device = stream.device
     generator = torch.Generator().manual_seed(seed)
     optimizer = optimizer_for(model.parameters(), rate)
@@ -94,7 +103,9 @@ def train_target(
         if step >= steps - max(1, steps // 10):
             tail.append(loss.detach())
         if step % max(1, steps // 12) == 0:
-            log.info("target step %d/%d loss %.3f (%.0f s)", step, steps, loss.item(), time.monotonic() - start)
+            log.info(
+                "target step %d/%d loss %.3f (%.0f s)", step, steps, loss.item(), time.monotonic() - start
+            )
     model.eval()
     return torch.stack(tail).mean().item()
 
@@ -117,9 +128,9 @@ def target_features(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the drafter and the Weaver read of the target.
 
-    Returns the outputs of the decoder layers `layer_ids` side by side [n, t, len(layer_ids) * hidden] (residual
-    stream, before the final norm, which is what vLLM hands over as auxiliary states) and the final normed
-    hidden states [n, t, hidden].
+    Returns the outputs of the decoder layers `layer_ids` side by side [n, t, len(layer_ids) * hidden]
+    (residual stream, before the final norm, which is what vLLM hands over as auxiliary states) and the final
+    normed hidden states [n, t, hidden].
     """
     taken: dict[int, torch.Tensor] = {}
 
@@ -140,8 +151,10 @@ def target_features(
 
 @torch.no_grad()
 def smallest_gaps(model: Qwen3_5ForCausalLM, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
-    """How decided the text after the first `prompt` tokens of [n, t] is: a row's smallest gap between the two
-    highest logits, [n]."""
+    """How decided a text is: the smallest gap between the two highest logits of a row of [n, t], as [n].
+
+    The first `prompt` tokens are given and do not count.
+    """
     logits = model(input_ids=tokens, use_cache=False).logits[:, prompt - 1 : -1].float()
     best = logits.topk(2).values
     return (best[..., 0] - best[..., 1]).min(1).values

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of the demo Weaver head, with the very module that serving uses (`vllm_weaver.spec_decode.weaver`).
+"""Training of the demo Weaver head, with the very module that serving uses.
 
-The draft's marginals are fixed. For an anchor on the target's greedy text the true continuation is fed as a chain
-of nodes; the head learns to put the next true token first among the candidates of its mask row.
+The draft's marginals are fixed. For an anchor on the target's greedy text the true continuation is fed as a
+chain of nodes; the head learns to put the next true token first among the candidates of its mask row.
 """
 
 import logging
@@ -54,8 +54,10 @@ def draft_blocks(
     )
 
 
-def chain_loss(head: WeaverHead, target: Qwen3_5ForCausalLM, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of the true next token over the pool [R, D] and whether the pool holds it, bool [R, D]."""
+def chain_loss(
+    head: WeaverHead, target: Qwen3_5ForCausalLM, blocks: Blocks
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross entropy of the true next token over the pool [R, D] and whether the pool holds it [R, D]."""
     depth = blocks.logits.shape[1]
     device = blocks.logits.device
     pool_logits, pool_ids = blocks.logits.topk(head.config.candidate_pool_size)
@@ -102,6 +104,8 @@ def train_weaver(
         if step >= steps - max(1, steps // 10):
             tail.append(loss.detach())
         if step % max(1, steps // 12) == 0:
-            log.info("weaver step %d/%d loss %.3f (%.0f s)", step, steps, loss.item(), time.monotonic() - start)
+            log.info(
+                "weaver step %d/%d loss %.3f (%.0f s)", step, steps, loss.item(), time.monotonic() - start
+            )
     head.eval()
     return torch.stack(tail).mean().item()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Set-up of the end-to-end tests: the CPU environment before vLLM is imported, `--all`, and shared references."""
+"""Set-up of the end-to-end tests: the CPU environment before vLLM is imported, and shared references."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def install(runner: Any, references: Sequence[Reference], shapes: Sequence[Shape
     ) -> Tree:
         rows = len(root_tokens)
         shape = shapes[len(offered) % len(shapes)]
-        tree = Tree.empty(rows, budget + 1, "cpu")
+        tree = Tree.empty(rows, budget + 1, root_tokens.device)
         counts = []
         indexes = speculator.sample_idx_mapping[: rows * speculator.num_speculative_steps].view(rows, -1)[
             :, 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losslessness (invariant 1): greedy output equals plain decoding, over proposals, budgets, batches, chunking.
+"""Losslessness (invariant 1): greedy output equals plain decoding over proposals, budgets, batches, chunks.
 
 `--all` (see the root conftest) runs the whole grid; without it a covering part runs, in which every pair of
 proposal, budget and chunking values that matters together occurs.

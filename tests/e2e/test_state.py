@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Committed state (invariants 2 and 3): after every step KV, convolution and GDN state equal a sequential replay.
+"""Committed state (invariants 2 and 3): after every step KV, conv and GDN state equal a sequential replay.
 
-The replay is plain vLLM decoding the same tokens one by one. Trees come from an oracle, so that accepted paths
-run through siblings that are not the first, several steps in a row (case C1), after steps with narrower trees
-(C2), without drafts in between (C3), and after steps in which nothing was accepted (C5).
+The replay is plain vLLM decoding the same tokens one by one. Trees come from an oracle, so that accepted
+paths run through siblings that are not the first, several steps in a row (case C1), after steps with narrower
+trees (C2), without drafts in between (C3), and after steps in which nothing was accepted (C5).
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def replay(llm: Any, reference: harness.Reference) -> Replay:
     runner, record = harness.runner(llm), Replay()
     layers, impl = recurrent_layers(llm), attention_layer(llm).impl
     update, post = impl.do_kv_cache_update, runner.model_state.postprocess_state
-    group = next(
-        i for i, g in enumerate(runner.kv_cache_config.kv_cache_groups) if layers[0].prefix in g.layer_names
-    )
+    groups = [  # a plain engine may put every layer into a group, and so a block table, of its own
+        next(i for i, g in enumerate(runner.kv_cache_config.kv_cache_groups) if layer.prefix in g.layer_names)
+        for layer in layers
+    ]
 
     def record_kv(layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
         record.keys.extend(key[: len(slots)].clone())
@@ -66,9 +67,10 @@ def replay(llm: Any, reference: harness.Reference) -> Replay:
     def record_states(index: Tensor, sampled: Tensor, computed: Tensor) -> None:
         post(index, sampled, computed)
         count = int(computed[index[0]])
-        slot = int(runner.block_tables.input_block_tables[group][0, 0])
-        record.gdn[count] = [layer.kv_cache[1][slot].clone() for layer in layers]
-        record.conv[count] = [layer.kv_cache[0][slot].clone() for layer in layers]
+        slots = [int(runner.block_tables.input_block_tables[group][0, 0]) for group in groups]
+        pairs = list(zip(layers, slots, strict=True))
+        record.gdn[count] = [layer.kv_cache[1][slot].clone() for layer, slot in pairs]
+        record.conv[count] = [layer.kv_cache[0][slot].clone() for layer, slot in pairs]
 
     impl.do_kv_cache_update, runner.model_state.postprocess_state = record_kv, record_states
     try:
@@ -103,27 +105,23 @@ class Checker:
     def __call__(self, index: Tensor, sampled: Tensor, computed: Tensor) -> None:
         self.post(index, sampled, computed)
         trees = self.runner.model_state._trees_of
-        slots = trees(self.layers[0].prefix).state_indices
+        slots = [trees(layer.prefix).state_indices for layer in self.layers]
         table = trees(self.attention.layer_name).block_table
         states = self.runner.req_states
         for row, request in enumerate(index.tolist()):
             count = int(computed[request])
-            total = int(states.total_len.gpu[request])
-            known = states.all_token_ids.gpu[request, :total].tolist()
-            which = next(
-                i
-                for i, r in enumerate(self.references)
-                if [*r.prompt, *r.tokens][: max(count, len(r.prompt))] == known[: max(count, len(r.prompt))]
-            )
-            self.check_states(self.replays[which], count, int(slots[row]))
+            prompt = int(states.prompt_len.np[request])
+            known = tuple(states.all_token_ids.gpu[request, :prompt].tolist())
+            which = [reference.prompt for reference in self.references].index(known)
+            self.check_states(self.replays[which], count, [int(s[row]) for s in slots])
             self.check_cache(self.replays[which], count, table[row])
 
-    def check_states(self, replay: Replay, count: int, slot: int) -> None:
+    def check_states(self, replay: Replay, count: int, slots: list[int]) -> None:
         if count not in replay.gdn:
             return  # inside a chunked prompt: plain decoding took it in other steps
         for kind, part, record in (("GDN", 1, replay.gdn), ("convolution", 0, replay.conv)):
             for number, layer in enumerate(self.layers):
-                found = layer.kv_cache[part][slot]
+                found = layer.kv_cache[part][slots[number]]
                 error = distance(found, record[count][number])
                 assert error < CLOSE, f"{kind} state of layer {number} after {count} tokens: off by {error}"
                 self.worst = max(self.worst, error)

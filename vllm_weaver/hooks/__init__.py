@@ -124,4 +124,14 @@ HOOKS: tuple[Hook, ...] = (
         removal="vLLM's GDN layer lets a model state bring its verify",
         fingerprint="e35d1d4f3c706ec8",
     ),
+    Hook(
+        name="gdn-core-cuda",
+        target="vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention._forward_core",
+        make="vllm_weaver.hooks.runner_side:gdn_core_cuda",
+        phase="runner",
+        kind="wrap",
+        reason="tree rows of a Gated DeltaNet layer on a GPU",
+        removal="vLLM's GDN layer lets a model state bring its verify",
+        fingerprint="f36199f223e3916c",
+    ),
 )

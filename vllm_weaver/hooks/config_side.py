@@ -29,7 +29,7 @@ def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         if not checks.asked_for(self):
             return original(self, *args, **kwargs)
         checks.check_environment()
-        checks.check_parallel(self)
+        checks.check_arguments(self)
         install.activate_engine()
         try:
             config = original(self, *args, **kwargs)

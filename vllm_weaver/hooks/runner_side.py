@@ -85,3 +85,18 @@ def gdn_core_cpu(original: Callable[..., None]) -> Callable[..., None]:
         forward_core_cpu(original, layer, metadata, *args)
 
     return wrapper
+
+
+def gdn_core_cuda(original: Callable[..., None]) -> Callable[..., None]:
+    """Tree rows of the CUDA op by our verify; everything else by upstream."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(self, "tree_stash"):
+            original(self, *args, **kwargs)
+            return
+        from vllm_weaver.spec_decode.gdn import forward_core_cuda
+
+        forward_core_cuda(original, self, *args, **kwargs)
+
+    return wrapper

@@ -9,6 +9,7 @@ committed prefix and to their ancestors, all other rows behave as before.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -60,15 +61,74 @@ class TreeAttentionCPU(CPUAttentionBackendImpl):
         if attn_metadata is None:  # memory profiling
             return output
         trees = layer_trees(attn_metadata)
-        keys, values = self.cache_views(kv_cache)
-        rows = attn_metadata.num_actual_tokens
-        step = trees.step
-        tree_attention(
-            query[:rows], keys, values, trees.block_table, step.query_start_loc,
-            attn_metadata.seq_lens[: step.num_reqs], step.num_nodes, step.ancestors, scale=self.scale,
-            softcap=self.logits_soft_cap, out=output[:rows].view(query[:rows].shape), causal_rows=True,
-        )  # fmt: skip
+        _attend(self, trees, query, kv_cache, attn_metadata, output, causal_rows=True)
         return output
+
+
+@functools.cache
+def tree_attention_flash() -> type:
+    """The tree form of vLLM's FlashAttention implementation; a function, as it needs a GPU build."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+    class TreeAttentionFlash(FlashAttentionImpl):
+        """FlashAttention for every row as a chain, then tree attention over the rows that are trees."""
+
+        def cache_views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+            """K and V of a layer's cache [blocks, heads, size, 2 * dim] as [blocks, size, heads, dim]."""
+            keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+            return keys, values
+
+        def forward(
+            self,
+            layer: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            kv_cache: Tensor,
+            attn_metadata: Any,
+            output: Tensor,
+            output_scale: Tensor | None = None,
+            output_block_scale: Tensor | None = None,
+        ) -> Tensor:
+            """See `FlashAttentionImpl.forward`."""
+            result: Tensor = super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+            if attn_metadata is not None:
+                trees = layer_trees(attn_metadata)
+                if trees.step.any_tree:
+                    _attend(self, trees, query, kv_cache, attn_metadata, output, causal_rows=False)
+            return result
+
+    return TreeAttentionFlash
+
+
+def _attend(
+    impl: Any,
+    trees: LayerTrees,
+    query: Tensor,
+    kv_cache: Tensor,
+    metadata: Any,
+    output: Tensor,
+    *,
+    causal_rows: bool,
+) -> None:
+    keys, values = impl.cache_views(kv_cache)
+    rows, step = metadata.num_actual_tokens, trees.step
+    tree_attention(
+        query[:rows],
+        keys,
+        values,
+        trees.block_table,
+        step.query_start_loc,
+        metadata.seq_lens[: step.num_reqs],
+        step.num_nodes,
+        step.ancestors,
+        scale=impl.scale,
+        softcap=impl.logits_soft_cap,
+        out=output[:rows].view(query[:rows].shape),
+        causal_rows=causal_rows,
+    )
 
 
 def _refuse_unsupported(name: str, impl: Any) -> None:
@@ -79,8 +139,6 @@ def _refuse_unsupported(name: str, impl: Any) -> None:
         what = f"a sliding window ({impl.sliding_window})"
     elif getattr(impl, "sinks", None) is not None:
         what = "attention sinks"
-    elif impl.is_fp8_kv_cache if hasattr(impl, "is_fp8_kv_cache") else False:
-        what = f"kv_cache_dtype {impl.kv_cache_dtype!r} on a CPU"
     else:
         return
     raise ValueError(
@@ -90,22 +148,25 @@ def _refuse_unsupported(name: str, impl: Any) -> None:
 
 
 def install(layers: dict[str, Any]) -> None:
-    """Replace the `impl` of the target's attention layers by its tree form (idempotent).
+    """Replace the `impl` of the target's attention layers by its tree form.
 
     Raises:
         ValueError: a layer uses a feature or an attention backend without a tree form.
     """
     for name, layer in layers.items():
-        if isinstance(layer.impl, TreeAttentionCPU):
-            continue
-        if type(layer.impl) is not CPUAttentionBackendImpl:
+        if type(layer.impl) is CPUAttentionBackendImpl:
+            tree_class: type = TreeAttentionCPU
+        elif layer.attn_backend.get_name() == "FLASH_ATTN":
+            tree_class = tree_attention_flash()
+        else:
             raise ValueError(
                 f"dflash_tfm: the target's layer {name} runs on attention backend "
-                f"{layer.attn_backend.get_name()}, which has no tree attention here; supported: CPU_ATTN."
+                f"{layer.attn_backend.get_name()}, which has no tree attention; use --attention-backend "
+                "FLASH_ATTN (on a CPU: CPU_ATTN, the only one there)."
             )
         _refuse_unsupported(name, layer.impl)
         impl = copy.copy(layer.impl)
-        impl.__class__ = TreeAttentionCPU
+        impl.__class__ = tree_class
         layer.impl = impl
 
 

@@ -202,13 +202,53 @@ def forward_core_cpu(
     out: Tensor,
 ) -> None:
     """The CPU op's core: `upstream` is vLLM's function for steps without speculative rows."""
-    if metadata.spec_sequence_masks is None or not hasattr(layer, "tree_stash"):
+    if metadata.spec_sequence_masks is None:
         upstream(layer, metadata, mixed_qkv, b, a, out)
         return
+
+    def run_upstream(part: GDNAttentionMetadata, *tensors: Tensor) -> None:
+        upstream(layer, part, *tensors)
+
+    _forward_mixed(run_upstream, layer, metadata, mixed_qkv, b, a, out)
+
+
+def forward_core_cuda(
+    upstream: Callable[..., None], layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor
+) -> None:
+    """The CUDA op's core: `upstream` is vLLM's method, which takes its metadata from the forward context."""
+    from vllm.forward_context import get_forward_context
+
+    context = get_forward_context()
+    every = context.attn_metadata
+    metadata = every.get(layer.prefix) if isinstance(every, dict) else None
+    if metadata is None or metadata.spec_sequence_masks is None:
+        upstream(layer, mixed_qkv, b, a, core_attn_out)
+        return
+
+    def run_upstream(part: GDNAttentionMetadata, *tensors: Tensor) -> None:
+        context.attn_metadata = {**every, layer.prefix: part}
+        try:
+            upstream(layer, *tensors)
+        finally:
+            context.attn_metadata = every
+
+    _forward_mixed(run_upstream, layer, metadata, mixed_qkv, b, a, core_attn_out)
+
+
+def _forward_mixed(
+    upstream: Callable[..., None],
+    layer: Any,
+    metadata: GDNAttentionMetadata,
+    mixed_qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    out: Tensor,
+) -> None:
+    """Tree rows by `verify`, the others packed together by `upstream(metadata, mixed_qkv, b, a, out)`."""
     verify(layer, layer_trees(metadata), mixed_qkv, b, a, out)
     if metadata.num_prefill_tokens + metadata.num_decode_tokens:
         index = metadata.non_spec_token_indx
         assert index is not None  # vLLM sets it whenever a step mixes both kinds of rows
         part = torch.zeros(index.numel(), *out.shape[1:], dtype=out.dtype, device=out.device)
-        upstream(layer, non_tree_metadata(metadata), mixed_qkv[index], b[index], a[index], part)
+        upstream(non_tree_metadata(metadata), mixed_qkv[index], b[index], a[index], part)
         out[index] = part

@@ -3,8 +3,8 @@
 walk.
 
 `TreeStateMixin` holds the tree part once; the two classes at the end put it in front of vLLM's model state
-for hybrid models and of the one for attention-only models. vLLM calls, in this order in a step: `prepare_attn`,
-`prepare_inputs`, the model, the sampler, `postprocess_state`, the speculator.
+for hybrid models and of the one for attention-only models. vLLM calls, in this order in a step:
+`prepare_attn`, `prepare_inputs`, the model, the sampler, `postprocess_state`, the speculator.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def tree_state_class(upstream: type[ModelState]) -> type[ModelState]:
     if upstream not in _TREE_STATES:
         supported = ", ".join(sorted(cls.__name__ for cls in _TREE_STATES))
         raise ValueError(
-            f"dflash_tfm: the target runs with vLLM's model state {upstream.__name__}, which has no tree form "
-            f"(supported: {supported}); serve this model without dflash_tfm."
+            f"dflash_tfm: the target runs with vLLM's model state {upstream.__name__}, which has no tree "
+            f"form (supported: {supported}); serve this model without dflash_tfm."
         )
     return _TREE_STATES[upstream]

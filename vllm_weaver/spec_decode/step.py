@@ -228,7 +228,7 @@ def layer_trees(metadata: object) -> LayerTrees:
     trees = getattr(metadata, "trees", None)
     if not isinstance(trees, LayerTrees):
         raise RuntimeError(
-            f"dflash_tfm: attention metadata of type {type(metadata).__name__} carries no trees; the target's "
-            "layers must run under TreeModelState (please report this with your serve command)."
+            f"dflash_tfm: attention metadata of type {type(metadata).__name__} carries no trees; the "
+            "target's layers must run under TreeModelState (please report this with your serve command)."
         )
     return trees

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server with trees beside a plain one, over HTTP: every answer is that of plain decoding, and nothing that
+a client asks for or breaks off takes the engine down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from tests.e2e import harness
+from tests.e2e.harness import DEMO, MAX_MODEL_LEN, Reference
+from tests.e2e.server import ANSWER_SECONDS, STOP_SECONDS, Server, running, until
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+MODEL = "demo"
+BUDGET, DEPTH = 16, 7
+LENGTH = 32  # tokens of most answers: enough for a dozen trees
+OPTIONS = (
+    "--served-model-name", MODEL, "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "4",
+    "--enforce-eager", "--dtype", "bfloat16",
+)  # fmt: skip
+# Token ids in the answer, and token ids as keys of its log-probabilities.
+WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+# Keys of a request that are vLLM's own.
+OURS = ("ignore_eos", "repetition_penalty", "response_format", "top_k")
+PROMPTS = json.loads((DEMO / "prompts.json").read_text())
+
+
+@dataclass(frozen=True)
+class Pair:
+    trees: Server
+    plain: Server
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Both servers, started at the same time. Prefix caching is left at its default (off for this hybrid)."""
+    folder = tmp_path_factory.mktemp("server")
+    speculative = json.dumps(harness.trees(BUDGET)["speculative_config"])
+    trees = Server(folder / "trees", DEMO / "target", *OPTIONS, "--speculative-config", speculative)
+    plain = Server(folder / "plain", DEMO / "target", *OPTIONS, "--no-enable-prefix-caching")
+    with running(trees, plain):
+        yield Pair(trees, plain)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Token ids of four held-out prompts."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+    return [tokenizer.encode(text).ids for text in PROMPTS["text"][:4]]
+
+
+@pytest.fixture(scope="module")
+def references(servers: Pair, prompts: list[list[int]]) -> list[Reference]:
+    """Plain decoding of each prompt alone, EOS ignored."""
+    return [reference(complete(servers.plain, p, logprobs=harness.TOP), p) for p in prompts]
+
+
+# --- asking ----------------------------------------------------------------------------------------------
+
+
+def arguments(more: dict[str, Any]) -> dict[str, Any]:
+    """A greedy request that ignores EOS, unless `more` says otherwise, with the keys that are vLLM's own."""
+    extra = {"ignore_eos": True, **WITH_IDS} | {key: more[key] for key in OURS if key in more}
+    standard = {key: value for key, value in more.items() if key not in OURS}
+    return {"model": MODEL, "max_tokens": LENGTH, "temperature": 0, "extra_body": extra} | standard
+
+
+def complete(server: Server, prompt: Sequence[int] | str, **more: Any) -> Any:
+    """A completion."""
+    text = prompt if isinstance(prompt, str) else list(prompt)
+    return server.client.completions.create(prompt=text, **arguments(more))
+
+
+def chat(server: Server, messages: list[dict[str, str]], **more: Any) -> Any:
+    """A chat completion."""
+    return server.client.chat.completions.create(messages=messages, **arguments(more))
+
+
+def status(request: Any, *args: Any, **more: Any) -> tuple[int, Any]:
+    """HTTP status of a request, and its answer or the error."""
+    try:
+        return 200, request(*args, **more)
+    except openai.APIStatusError as error:
+        return error.status_code, error
+
+
+def token_id(key: str) -> int:
+    return int(key.removeprefix("token_id:"))
+
+
+def reference(answer: Any, prompt: Sequence[int] = ()) -> Reference:
+    """What a plain completion or chat answer with log-probabilities says."""
+    (choice,) = answer.choices
+    if hasattr(choice, "text"):
+        steps = [{token_id(key): value for key, value in top.items()} for top in choice.logprobs.top_logprobs]
+    else:
+        steps = [
+            {token_id(t.token): t.logprob for t in entry.top_logprobs} for entry in choice.logprobs.content
+        ]
+    return Reference(tuple(prompt), tuple(choice.token_ids), tuple(steps))
+
+
+def check_usage(answer: Any, prompt_tokens: int, completion_tokens: int) -> None:
+    usage = answer.usage
+    found = (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens)
+    assert found == (prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+
+
+# --- texts -----------------------------------------------------------------------------------------------
+
+
+def test_completions_are_those_of_plain_decoding(servers: Pair, references: list[Reference]) -> None:
+    """One at a time, with token ids and (the first) with text as prompt."""
+    answers = [
+        complete(servers.trees, r.prompt if i else PROMPTS["text"][0]) for i, r in enumerate(references)
+    ]
+    for answer, expected in zip(answers, references, strict=True):
+        assert answer.choices[0].finish_reason == "length"
+        check_usage(answer, len(expected.prompt), LENGTH)
+    harness.assert_identical(references, [answer.choices[0] for answer in answers])
+
+
+def test_four_requests_at_once_are_those_of_plain_decoding(
+    servers: Pair, references: list[Reference]
+) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda r: complete(servers.trees, r.prompt), references))
+    assert [len(answer.choices[0].token_ids) for answer in answers] == [LENGTH] * 4
+    harness.assert_identical(references, [answer.choices[0] for answer in answers])
+
+
+def test_a_streamed_completion_is_the_whole_one(servers: Pair, references: list[Reference]) -> None:
+    prompt = references[1].prompt
+    whole = complete(servers.trees, prompt)
+    *chunks, last = complete(servers.trees, prompt, stream=True, stream_options={"include_usage": True})
+    assert len(chunks) > 1 and not last.choices
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert [t for chunk in chunks for t in chunk.choices[0].token_ids] == whole.choices[0].token_ids
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == [
+        "length"
+    ]
+    check_usage(last, len(prompt), LENGTH)
+
+
+def test_chat_is_that_of_plain_decoding_streamed_or_not(servers: Pair) -> None:
+    messages = PROMPTS["chat"][0]
+    expected = chat(servers.plain, messages, logprobs=True, top_logprobs=harness.TOP)
+    whole = chat(servers.trees, messages)
+    harness.assert_identical([reference(expected)], whole.choices)
+    check_usage(whole, expected.usage.prompt_tokens, LENGTH)
+    stream = chat(servers.trees, messages, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in stream) == whole.choices[0].message.content
+
+
+def test_a_stop_string_ends_the_text_where_it_begins(servers: Pair, references: list[Reference]) -> None:
+    """The string lies in the middle of an answer, across the nodes of a tree as it comes."""
+    prompt = references[2].prompt
+    text = complete(servers.trees, prompt).choices[0].text
+    middle = len(text) // 2
+    stop = text[middle : middle + 5]
+    assert len(stop) == 5 and text.strip()
+    answer = complete(servers.trees, prompt, stop=[stop])
+    (choice,) = answer.choices
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+    assert choice.text == text[: text.index(stop)]
+    assert answer.usage.completion_tokens == len(choice.token_ids) < LENGTH
+
+
+def test_a_seed_gives_the_same_text_again(servers: Pair, references: list[Reference]) -> None:
+    def text(seed: int) -> str:
+        sampled = complete(servers.trees, references[1].prompt, temperature=1.5, seed=seed, max_tokens=16)
+        return sampled.choices[0].text
+
+    first, second = text(1), text(2)
+    assert first != second
+    assert (text(1), text(2)) == (first, second)
+
+
+# --- lengths ---------------------------------------------------------------------------------------------
+
+
+def test_generation_up_to_exactly_max_model_len(servers: Pair, prompts: list[list[int]]) -> None:
+    room = 20  # the last steps have less room than a tree or a block of the draft
+    prompt = (prompts[0] + prompts[1] + prompts[2]) * 10
+    prompt = prompt[: MAX_MODEL_LEN - room]
+    assert len(prompt) == MAX_MODEL_LEN - room
+    answer = complete(servers.trees, prompt, max_tokens=room)
+    assert answer.choices[0].finish_reason == "length"
+    check_usage(answer, len(prompt), room)
+    expected = reference(complete(servers.plain, prompt, max_tokens=room, logprobs=harness.TOP), prompt)
+    harness.assert_identical([expected], answer.choices)
+    beyond = complete(servers.trees, prompt, max_tokens=room + 50)
+    assert beyond.choices[0].token_ids == answer.choices[0].token_ids
+
+
+def test_a_prompt_that_is_too_long_is_a_bad_request(servers: Pair, references: list[Reference]) -> None:
+    long = [5] * (MAX_MODEL_LEN + 1)
+    answers = [status(complete, server, long) for server in (servers.trees, servers.plain)]
+    assert [code for code, _ in answers] == [400, 400]
+    assert str(answers[0][1].body) == str(answers[1][1].body)
+    assert len(complete(servers.trees, references[0].prompt, max_tokens=2).choices[0].token_ids) == 2
+
+
+# --- requests of every kind ------------------------------------------------------------------------------
+
+KINDS: dict[str, dict[str, Any]] = {
+    "presence penalty": {"presence_penalty": 1.5},
+    "frequency penalty": {"frequency_penalty": 1.5},
+    "repetition penalty": {"repetition_penalty": 1.3},
+    "logprobs": {"logprobs": 3},
+    "two choices": {"n": 2, "temperature": 0.8, "seed": 3},
+    "JSON": {"response_format": {"type": "json_object"}},
+    "top-k and top-p": {"temperature": 0.8, "seed": 3, "top_k": 20, "top_p": 0.9},
+    "logprobs beyond the limit": {"logprobs": harness.TOP + 1},
+    "penalty beyond the limit": {"presence_penalty": 3},
+}
+BAD = {"logprobs beyond the limit", "penalty beyond the limit"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_fares_as_on_the_plain_server(
+    kind: str, servers: Pair, references: list[Reference]
+) -> None:
+    """The status, and the form of the answer; the texts of such requests are compared elsewhere."""
+
+    def ask(server: Server) -> tuple[int, Any]:
+        return status(complete, server, references[1].prompt, max_tokens=8, **KINDS[kind])
+
+    with ThreadPoolExecutor(2) as pool:
+        (code, answer), (plain_code, plain) = pool.map(ask, (servers.trees, servers.plain))
+    assert code == plain_code == (400 if kind in BAD else 200)
+    assert servers.trees.healthy()
+    if kind in BAD:
+        return
+    check_usage(answer, plain.usage.prompt_tokens, plain.usage.completion_tokens)
+    assert len(answer.choices) == len(plain.choices)
+    for choice, expected in zip(answer.choices, plain.choices, strict=True):
+        assert choice.finish_reason == expected.finish_reason
+        assert len(choice.token_ids) == len(expected.token_ids)
+        assert (choice.logprobs is None) == (expected.logprobs is None)
+        if choice.logprobs is not None:
+            assert [len(top) for top in choice.logprobs.top_logprobs] == [
+                len(top) for top in expected.logprobs.top_logprobs
+            ]
+    if kind == "JSON":
+        assert answer.choices[0].text.lstrip().startswith("{")
+
+
+def test_a_client_that_goes_away_disturbs_nobody(servers: Pair, references: list[Reference]) -> None:
+    gone, *others = references[:3]
+    before = servers.trees.metrics()["vllm:generation_tokens_total"]
+    with ThreadPoolExecutor(2) as pool:
+        stream = complete(servers.trees, gone.prompt, max_tokens=400, stream=True)
+        next(stream)
+        answers = pool.map(lambda r: complete(servers.trees, r.prompt), others)
+        next(stream)
+        stream.close()
+        choices = [answer.choices[0] for answer in answers]
+    harness.assert_identical(others, choices)
+    idle = "vllm:num_requests_running"
+    until(
+        lambda: servers.trees.metrics()[idle] == 0, ANSWER_SECONDS, "the end of the request without a client"
+    )
+    assert servers.trees.metrics()["vllm:generation_tokens_total"] - before < 2 * LENGTH + 200
+    again = complete(servers.trees, gone.prompt)
+    harness.assert_identical([gone], again.choices)
+
+
+# --- what the server says --------------------------------------------------------------------------------
+
+
+def test_metrics_count_drafts_and_tokens(servers: Pair, references: list[Reference]) -> None:
+    names = {
+        "drafts": "vllm:spec_decode_num_drafts_total",
+        "nodes": "vllm:spec_decode_num_draft_tokens_total",
+        "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+        "by position": "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "prompt": "vllm:prompt_tokens_total",
+        "generated": "vllm:generation_tokens_total",
+    }
+
+    def counts() -> dict[str, float]:
+        metrics = servers.trees.metrics()
+        assert set(names.values()) <= set(metrics)
+        return {name: metrics[full] for name, full in names.items()}
+
+    before = counts()
+    prompt = references[1].prompt
+    answer = complete(servers.trees, prompt)
+    until(
+        lambda: counts()["generated"] - before["generated"] >= LENGTH, STOP_SECONDS, "counts of the request"
+    )
+    grown = {name: value - before[name] for name, value in counts().items()}
+    check_usage(answer, len(prompt), LENGTH)
+    assert grown["prompt"] == len(prompt)
+    assert grown["generated"] == LENGTH
+    assert 0 < grown["drafts"] < LENGTH - 1  # fewer verifies than plain steps: drafts were accepted
+    assert 0 < grown["accepted"] <= grown["drafts"] * DEPTH
+    assert grown["accepted"] == grown["by position"]
+    # The prefill gives the first token, a verify one more than it accepts; the last may overshoot.
+    assert LENGTH <= 1 + grown["drafts"] + grown["accepted"] <= LENGTH + DEPTH
+    assert grown["accepted"] < grown["nodes"] <= grown["drafts"] * BUDGET
+
+
+def test_interrupt_leaves_no_process_behind(servers: Pair, references: list[Reference]) -> None:
+    """The last test: SIGINT while a request is running."""
+    stream = complete(servers.trees, references[0].prompt, max_tokens=400, stream=True)
+    next(stream)
+    assert len(servers.trees.living()) >= 3  # server, engine, worker
+    servers.trees.interrupt()
+    stream.close()  # the server may wait for its clients
+    assert servers.trees.wait(STOP_SECONDS) == 0, servers.trees.tail
+    until(lambda: not servers.trees.living(), STOP_SECONDS, "no process left")
