@@ -158,6 +158,10 @@ def _limits(config: VllmConfig) -> list[_Row]:
         ("--ec-transfer-config", getattr(config.ec_transfer_config, "ec_connector", None), None, _UNTESTED),
         _lora(config.lora_config is not None),
     ]
+    if not current_platform.is_cpu():
+        graphs = "its steps are not yet captured in CUDA graphs"
+        rows.append(("--enforce-eager", config.model_config.enforce_eager, True, graphs))
+    return rows
 
 
 def _refuse(rows: list[_Row]) -> None:

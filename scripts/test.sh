@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The whole test suite: bash scripts/test.sh [--all] [pytest options]
+# Sets up .venv once, then runs ruff, mypy and pytest. --all runs the full end-to-end grid in place of the subset
+# that covers it. Exit status 0 only if everything passed.
+set -uo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+all=()
+if [ "${1:-}" = --all ]; then
+    all=(--all)
+    shift
+fi
+options=("$@")
+summary=""
+failed=0
+
+# step NAME COMMAND...: run it, note its time and whether it passed
+step() {
+    local name=$1 start=$SECONDS status=0 result=passed
+    shift
+    echo
+    echo "== $name"
+    "$@" || status=$?
+    if [ "$status" -eq 5 ] && [ "${#options[@]}" -gt 0 ]; then
+        result="no test chosen" # by pytest options such as -k, which need not fit every part
+    elif [ "$status" -ne 0 ]; then
+        result="FAILED ($status)"
+        failed=1
+    fi
+    summary+=$(printf '%-22s %-14s %4d s' "$name" "$result" $((SECONDS - start)))$'\n'
+}
+
+python=$(bash scripts/setup.sh) || exit 1
+gpu=()
+"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || gpu=(-m "not gpu")
+
+step "ruff check" "$python" -m ruff check .
+step "ruff format" "$python" -m ruff format --check .
+step "mypy" "$python" -m mypy
+# Processes of their own: kernels are tested under Triton's interpreter as it is, the others load vLLM, for which
+# vllm_weaver.cpu mends it; and end-to-end tests choose vLLM's environment before it is imported.
+step "pytest, kernels" "$python" -m pytest tests/kernels "${gpu[@]}" "${options[@]}"
+step "pytest, other units" "$python" -m pytest tests --ignore tests/kernels --ignore tests/e2e "${gpu[@]}" "${options[@]}"
+step "pytest, end to end" "$python" -m pytest tests/e2e "${gpu[@]}" "${all[@]}" "${options[@]}"
+
+echo
+printf '%s' "$summary"
+if [ "$failed" -ne 0 ]; then
+    echo "test: FAILED after $SECONDS s"
+    exit 1
+fi
+echo "test: ok after $SECONDS s"
