@@ -64,7 +64,9 @@ def warnings() -> Iterator[list[str]]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     base.logger.addHandler(handler)
+    base.logger.setLevel(logging.WARNING)  # whatever level another test's vLLM has chosen
     yield said
+    base.logger.setLevel(logging.NOTSET)
     base.logger.removeHandler(handler)
 
 

@@ -88,10 +88,9 @@ def greedy(
 
 
 def references(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Reference]:
-    """Plain decoding of each prompt alone."""
+    """Plain decoding of the prompts, as one batch."""
     found = []
-    for prompt in prompts:
-        output = greedy(llm, [prompt], max_tokens, logprobs=TOP)[0]
+    for prompt, output in zip(prompts, greedy(llm, prompts, max_tokens, logprobs=TOP), strict=True):
         scores = tuple({token: entry.logprob for token, entry in step.items()} for step in output.logprobs)
         found.append(Reference(tuple(prompt), tuple(output.token_ids), scores))
     return found
