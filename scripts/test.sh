@@ -32,6 +32,8 @@ step() {
 }
 
 python=$(bash scripts/setup.sh) || exit 1
+# The problems are small: on two cores more threads would mostly wait for each other.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 gpu=()
 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || gpu=(-m "not gpu")
 

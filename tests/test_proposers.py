@@ -99,13 +99,13 @@ def search_weaver(proposer: WeaverProposer, args: list[Tensor], r: int, budget: 
     return nodes
 
 
-def search_ddtree(logits: Tensor, root: int, budget: int, limit: int) -> Nodes:
+def search_ddtree(logits: Tensor, root: int, budget: int, limit: int, pool: int = 64) -> Nodes:
     """Best-first search with a heap: a popped node pushes its next sibling and its first child."""
     rows = []
     for row in logits[:, :VOCAB].double():
         finite = sorted((t for t in range(VOCAB) if row[t].isfinite()), key=lambda t: (-float(row[t]), t))
         total = torch.logsumexp(row[finite], 0) if finite else 0
-        rows.append([(t, float(row[t] - total)) for t in finite[: min(budget, 64)]])
+        rows.append([(t, float(row[t] - total)) for t in finite[: min(budget, pool)]])
     nodes: Nodes = [(root, -1, 0, 0.0)]
     heap: list[tuple[float, tuple[int, ...], int]] = []
 
@@ -179,6 +179,16 @@ def test_ddtree_is_the_heap_search(budget: int, depth: int) -> None:
     tree.validate(VOCAB, depth)
     for r in range(3):
         check(tree, r, search_ddtree(args[2][r], int(args[3][r]), budget, depth))
+
+
+@pytest.mark.parametrize("pool", [1, 3, 64])
+def test_ddtree_takes_a_smaller_pool(pool: int) -> None:
+    args = inputs(2, 5, seed=pool)
+    tree = DDTreeProposer(VOCAB, pool).propose(*args, 17)
+    for r in range(2):
+        check(tree, r, search_ddtree(args[2][r], int(args[3][r]), 17, 5, pool))
+    with pytest.raises(ValueError, match="candidate_pool_size is 0"):
+        DDTreeProposer(VOCAB, 0)
 
 
 @pytest.mark.parametrize("depth", [3, 20])

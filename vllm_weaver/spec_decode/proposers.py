@@ -141,7 +141,15 @@ class DDTreeProposer(TreeProposer):
     descending log-probability, ties by rank path. As a child and a next sibling never score higher than the
     node itself, the popped nodes are simply the best ones overall. So the search needs no heap: the best
     `budget` nodes of depth t can only be children of the best `budget` nodes of depth t − 1, which takes D
-    rounds and one final sort."""
+    rounds and one final sort.
+
+    pool_size: a smaller pool, at least 1."""
+
+    def __init__(self, vocab_size: int, pool_size: int | None = None, *, impl: Impl = "auto") -> None:
+        super().__init__(vocab_size, impl=impl)
+        if pool_size is not None and pool_size < 1:
+            raise ValueError(f"candidate_pool_size is {pool_size}, but must be at least 1.")
+        self.largest_pool = _DDTREE_POOL if pool_size is None else min(pool_size, _DDTREE_POOL)
 
     def _grow(
         self,
@@ -155,7 +163,7 @@ class DDTreeProposer(TreeProposer):
     ) -> Tree:
         num_requests, depth = draft_logits.shape[:2]
         device = draft_logits.device
-        pool_size = min(budget, _DDTREE_POOL)
+        pool_size = min(budget, self.largest_pool)
         values, ids, logsumexp = self._pool(draft_logits, pool_size)
         step = torch.where(ids >= 0, values - logsumexp.unsqueeze(-1), float("-inf"))
         num_keys = -(-depth // _RANKS_PER_KEY)

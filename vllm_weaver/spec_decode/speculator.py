@@ -39,7 +39,7 @@ def build_proposer(
     if settings.proposal == "chain":
         return ChainProposer(vocab_size)
     if settings.proposal == "ddtree":
-        return DDTreeProposer(vocab_size)
+        return DDTreeProposer(vocab_size, settings.candidate_pool_size)
     assert settings.weaver is not None  # resolved while the config was built
     language_model = (
         target_model.get_language_model() if hasattr(target_model, "get_language_model") else target_model
