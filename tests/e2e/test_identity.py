@@ -37,8 +37,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="module")
 def grid_engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     proposal, budget, chunked = request.param
-    # A threshold of 8 tokens makes every prompt several chunks, which run beside the others' verify rows.
-    chunking = {"long_prefill_token_threshold": 8} if chunked else {"enable_chunked_prefill": False}
+    # Prompts become several chunks, which run beside the others' verify rows. vLLM holds drafts to the threshold
+    # too, so that it must leave room for a whole tree.
+    threshold = max(8, budget + 1)
+    chunking = {"long_prefill_token_threshold": threshold} if chunked else {"enable_chunked_prefill": False}
     with harness.engine(harness.DEMO / "target", **harness.trees(budget, proposal), **chunking) as llm:
         yield llm
 
@@ -62,7 +64,7 @@ def test_requests_join_and_leave(references: list[harness.Reference]) -> None:
     """Ten requests of different lengths through four places: prefills run beside verify rows all the time."""
     lengths = [5, 33, 72, 17, 1, 64, 29, 2, 48, 40]
     chosen = [references[i % len(references)] for i in range(len(lengths))]
-    options = harness.trees(16) | {"long_prefill_token_threshold": 8}
+    options = harness.trees(16) | {"long_prefill_token_threshold": 17}
     with harness.engine(harness.DEMO / "target", **options) as llm:
         outputs = harness.greedy(llm, [list(r.prompt) for r in chosen], lengths)
     assert [len(output.token_ids) for output in outputs] == lengths

@@ -175,7 +175,7 @@ def test_state_equals_sequential_replay(
     references: list[harness.Reference], replays: list[Replay], shapes: list[oracle.Shape], chunked: bool
 ) -> None:
     """Four requests of different lengths; every row of every step is compared."""
-    options = harness.trees(16, "chain") | ({"long_prefill_token_threshold": 8} if chunked else {})
+    options = harness.trees(16, "chain") | ({"long_prefill_token_threshold": 17} if chunked else {})
     with harness.engine(harness.DEMO / "target", **options) as llm:
         oracle.install(harness.runner(llm), references, shapes)
         checker = Checker(llm, references, replays)
