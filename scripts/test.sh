@@ -34,17 +34,21 @@ step() {
 python=$(bash scripts/setup.sh) || exit 1
 # The problems are small: on two cores more threads would mostly wait for each other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-gpu=()
-"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || gpu=(-m "not gpu")
-
 step "ruff check" "$python" -m ruff check .
 step "ruff format" "$python" -m ruff format --check .
 step "mypy" "$python" -m mypy
-# Processes of their own: kernels are tested under Triton's interpreter as it is, the others load vLLM, for which
-# vllm_weaver.cpu mends it; and end-to-end tests choose vLLM's environment before it is imported.
-step "pytest, kernels" "$python" -m pytest tests/kernels "${gpu[@]}" "${options[@]}"
-step "pytest, other units" "$python" -m pytest tests --ignore tests/kernels --ignore tests/e2e "${gpu[@]}" "${options[@]}"
-step "pytest, end to end" "$python" -m pytest tests/e2e "${gpu[@]}" "${all[@]}" "${options[@]}"
+# Processes of their own: kernels are tested under Triton's interpreter as it is; the others load vLLM, for which
+# vllm_weaver.cpu mends it; and engines read their environment when vLLM is imported.
+units=(tests --ignore tests/kernels --ignore tests/gpu --ignore tests/e2e)
+if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    step "pytest, kernels" "$python" -m pytest tests/kernels "${options[@]}"
+    step "pytest, other units" "$python" -m pytest "${units[@]}" "${options[@]}"
+    step "pytest, engines on GPU" "$python" -m pytest tests/gpu "${options[@]}"
+else
+    step "pytest, kernels" "$python" -m pytest tests/kernels -m "not gpu" "${options[@]}"
+    step "pytest, other units" "$python" -m pytest "${units[@]}" -m "not gpu" "${options[@]}"
+    step "pytest, end to end" "$python" -m pytest tests/e2e -m "not gpu" "${all[@]}" "${options[@]}"
+fi
 
 echo
 printf '%s' "$summary"

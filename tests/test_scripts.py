@@ -322,7 +322,7 @@ def suite(checkout: Path, tmp_path: Path) -> Path:
     python = write_script(
         tmp_path / "python",
         """
-case "$1" in -c) exit 1 ;; esac
+case "$1" in -c) [ -n "${HAS_GPU:-}" ] && exit 0 || exit 1 ;; esac
 echo "$*" >>"$CALLS"
 case "$*" in *"${FAIL:-nothing}"*) exit "${STATUS:-1}" ;; esac
 """,
@@ -341,9 +341,17 @@ def test_ci_runs_the_whole_suite(suite: Path, tmp_path: Path) -> None:
         "-m ruff format --check .",
         "-m mypy",
         "-m pytest tests/kernels -m not gpu",
-        "-m pytest tests --ignore tests/kernels --ignore tests/e2e -m not gpu",
+        "-m pytest tests --ignore tests/kernels --ignore tests/gpu --ignore tests/e2e -m not gpu",
         "-m pytest tests/e2e -m not gpu",
     ]
+
+
+def test_beside_a_gpu_its_tests_run_in_place_of_the_cpus(suite: Path, tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    bash(suite / "scripts" / "test.sh", CALLS=str(calls), HAS_GPU="1")
+    ran = [line.removeprefix("-m pytest ") for line in calls.read_text().splitlines() if "pytest" in line]
+    units = "tests --ignore tests/kernels --ignore tests/gpu --ignore tests/e2e"
+    assert ran == ["tests/kernels", units, "tests/gpu"]
 
 
 def test_options_reach_pytest_and_all_the_end_to_end_tests(suite: Path, tmp_path: Path) -> None:

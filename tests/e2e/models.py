@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders that tests make: the demo target in its multimodal wrapper, and a random attention-only pair."""
+"""Model folders that tests make: the demo target in its multimodal wrapper, a random attention-only pair."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ VOCAB, HIDDEN, BLOCK = 256, 64, 8
 
 
 def wrapper(path: Path) -> Path:
-    """The demo target as `Qwen3_5ForConditionalGeneration`, the class of the released checkpoints, with a random
-    vision tower that text requests never use."""
+    """The demo target as `Qwen3_5ForConditionalGeneration`, the class of the released checkpoints, with a
+    random vision tower that text requests never use."""
     from transformers import Qwen3_5Config
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 

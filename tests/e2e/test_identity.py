@@ -37,8 +37,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="module")
 def grid_engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     proposal, budget, chunked = request.param
-    # Prompts become several chunks, which run beside the others' verify rows. vLLM holds drafts to the threshold
-    # too, so that it must leave room for a whole tree.
+    # Prompts become several chunks, which run beside the others' verify rows. vLLM holds drafts to the
+    # threshold too, so that it must leave room for a whole tree.
     threshold = max(8, budget + 1)
     chunking = {"long_prefill_token_threshold": threshold} if chunked else {"enable_chunked_prefill": False}
     with harness.engine(harness.DEMO / "target", **harness.trees(budget, proposal), **chunking) as llm:

