@@ -17,7 +17,7 @@ from tests.e2e import harness, models, oracle
 
 PLAIN = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 32}
 TEXT_ONLY = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
-LONG = 48
+LONG = 32
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,8 @@ def test_attention_only(folder: Path, known: list[harness.Reference], proposal: 
     with harness.engine(
         folder / "target", **options(folder, 7, proposal, long_prefill_token_threshold=16)
     ) as llm:
-        assert_equal(known, harness.greedy(llm, [r.prompt for r in known], 32))
-        assert harness.runner(llm).model_state.step.stats.read()["verifies"] > 50
+        assert_equal(known, harness.greedy(llm, [r.prompt for r in known], 20))
+        assert harness.runner(llm).model_state.step.stats.read()["verifies"] > 40
 
 
 @pytest.mark.parametrize("budget", [1, 33])
@@ -77,10 +77,10 @@ def test_attention_only_accepts_winding_paths(
     shapes = [oracle.second_child, oracle.wrong, oracle.late, oracle.none, oracle.chain]
     with harness.engine(folder / "target", **options(folder, budget)) as llm:
         offered = oracle.install(harness.runner(llm), known, shapes)
-        assert_equal(known, harness.greedy(llm, [r.prompt for r in known], [LONG, 40, LONG, 17, 30]))
+        assert_equal(known, harness.greedy(llm, [r.prompt for r in known], [LONG, 24, LONG, 9, 17]))
         stats = harness.runner(llm).model_state.step.stats.read()
     assert max(map(max, offered)) == budget if budget == 1 else max(map(max, offered)) > 20
-    assert stats["accepted"] > 20 and (budget == 1 or stats["branching_paths"] > 5), stats
+    assert stats["accepted"] > 15 and (budget == 1 or stats["branching_paths"] > 3), stats
 
 
 @pytest.mark.parametrize("budget", [1, 16])
@@ -111,7 +111,8 @@ def test_up_to_max_model_len(
     """Case C15: the last position is used, nothing is drafted past it; a short draft is extended."""
     limit = 90
     draft = models.random_draft(tmp_path / "draft", draft_positions)
-    chosen = [r for r in known if len(r.prompt) < limit - 1]
+    chosen = [r for r in known if limit - LONG <= len(r.prompt) < limit]
+    assert len(chosen) == 2
     wanted = [limit - len(r.prompt) for r in chosen]
     engine_options = options(folder, budget, max_model_len=limit)
     engine_options["speculative_config"]["model"] = str(draft)
@@ -132,7 +133,7 @@ def test_a_prompt_of_one_token_joins(folder: Path, known: list[harness.Reference
         oracle.install(runner, known, [oracle.second_child])
         embed, lowest = runner.model.model.embed_tokens, []
         hook = embed.register_forward_pre_hook(lambda _, inputs: lowest.append(int(inputs[0].min())))
-        outputs = harness.greedy(llm, [r.prompt for r in order], [30, 12, 40, 25, 20])
+        outputs = harness.greedy(llm, [r.prompt for r in order], [20, 7, 28, 14, 12])
         hook.remove()
     assert_equal(order, outputs)
     assert lowest and min(lowest) >= 0, "a placeholder reached the embedding"
@@ -140,9 +141,9 @@ def test_a_prompt_of_one_token_joins(folder: Path, known: list[harness.Reference
 
 def test_preempted_requests_resume(folder: Path, known: list[harness.Reference]) -> None:
     """Case C12: four requests on a cache that holds two; the resumed ones start without a tree."""
-    cramped = options(folder, 7, num_gpu_blocks_override=12)
+    cramped = options(folder, 7, num_gpu_blocks_override=10, max_model_len=160)
     with harness.engine(folder / "target", **cramped) as llm:
-        oracle.install(harness.runner(llm), known, [oracle.second_child, oracle.chain])
+        oracle.install(harness.runner(llm), known, [oracle.none, oracle.second_child])
         outputs = harness.greedy(llm, [r.prompt for r in known], LONG)
         metrics = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
     assert metrics["vllm:num_preemptions"] > 0, "nothing was preempted: the run shows nothing"
@@ -155,7 +156,7 @@ def test_more_trees_than_a_step_holds(folder: Path, known: list[harness.Referenc
     narrow = options(folder, 33, max_num_seqs=8, max_num_batched_tokens=64)
     with harness.engine(folder / "target", **narrow) as llm:
         oracle.install(harness.runner(llm), known, [oracle.late])
-        assert_equal(chosen, harness.greedy(llm, [r.prompt for r in chosen], 40))
+        assert_equal(chosen, harness.greedy(llm, [r.prompt for r in chosen], 20))
 
 
 @pytest.mark.parametrize("where", ["target", "draft"])
@@ -189,7 +190,7 @@ def test_sampled_and_processed_requests(folder: Path, known: list[harness.Refere
     """One batch of seeded, penalized, banned and logprob requests gives what it gives without speculation."""
     from vllm import SamplingParams
 
-    base: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True, "detokenize": False}
+    base: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "detokenize": False}
     params = [
         SamplingParams(temperature=0.9, seed=11, **base),
         SamplingParams(temperature=0, repetition_penalty=1.3, frequency_penalty=0.4, **base),
@@ -220,12 +221,12 @@ def test_multimodal_wrapper(
 ) -> None:
     """The wrapped demo target, text requests: M-RoPE positions follow the tree's depths."""
     with harness.engine(folder / "wrapped", **TEXT_ONLY) as llm:
-        plain = harness.references(llm, [r.prompt for r in references[:3]], 40)
+        plain = harness.references(llm, [r.prompt for r in references[:2]], 24)
     with harness.engine(folder / "wrapped", **TEXT_ONLY, **harness.trees(budget, proposal)) as llm:
         runner = harness.runner(llm)
         assert type(runner.model).__name__ == "Qwen3_5ForConditionalGeneration"
         assert runner.model_state.rope_state is not None, "no M-RoPE: the test shows nothing"
-        harness.assert_identical(plain, harness.greedy(llm, [r.prompt for r in plain], 40))
+        harness.assert_identical(plain, harness.greedy(llm, [r.prompt for r in plain], 24))
         oracle.install(runner, plain, [oracle.second_child])
-        harness.assert_identical(plain, harness.greedy(llm, [r.prompt for r in plain], 40))
-        assert runner.model_state.step.stats.read()["branching_paths"] > 5
+        harness.assert_identical(plain, harness.greedy(llm, [r.prompt for r in plain], 24))
+        assert runner.model_state.step.stats.read()["branching_paths"] > 2
