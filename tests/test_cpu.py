@@ -170,6 +170,50 @@ def test_logprobs_and_ranks_of_bfloat16_logits(vocab: int) -> None:
     assert scores.selected_token_ranks.tolist() == at_least.sum(1).tolist()
 
 
+@triton.jit
+def _double(x):
+    return x + x
+
+
+@triton.jit
+def _quadruple(
+    out,  # [n]
+    n: tl.constexpr,
+):
+    index = tl.arange(0, n)
+    tl.store(out + index, _double(_double(index)))
+
+
+def test_interpreter_leaves_the_language_as_it_was() -> None:
+    cpu.prepare()
+    before = {place: dict(vars(place)) for place in (tl, tl.core, tl.math, tl.tensor)}
+    for _ in range(2):
+        out = torch.zeros(4, dtype=torch.int32)
+        _quadruple[(1,)](out, 4)
+        assert out.tolist() == [0, 4, 8, 12]
+        assert before == {place: dict(vars(place)) for place in before}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_greedy_tokens_are_those_of_the_gumbel_kernel(temperature: float) -> None:
+    cpu.prepare()
+    from vllm.v1.worker.gpu.sample import gumbel, sampler
+
+    logits = torch.randn(3, 1500, generator=torch.Generator().manual_seed(0))
+    logits[0, [1400, 7]] = 9.0  # of two equals the first is chosen
+    given = (
+        torch.tensor([2, 0, 2], dtype=torch.int32),
+        torch.tensor([0.0, 1.0, temperature]),
+        torch.tensor([1, 2, 3]),
+        torch.tensor([4, 5, 6]),
+    )
+    options = {"apply_temperature": False, "is_drafting": False}
+    chosen = sampler.gumbel_sample(logits, *given, **options)
+    assert chosen.tolist() == gumbel.gumbel_sample(logits, *given, **options).tolist()
+    greedy = [7, *logits[1:].argmax(dim=-1).tolist()]
+    assert (chosen.tolist() == greedy) == (temperature == 0)
+
+
 def test_top_k_top_p_keeps_what_the_definition_keeps() -> None:
     cpu.prepare()
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p

@@ -13,6 +13,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import socket
 import sys
@@ -28,8 +29,10 @@ MENDS = {
     "interpreter-masks": "masked loads and stores refuse masks that ended up as integers",
     "interpreter-bfloat16": "bfloat16 is kept as raw bits, which are compared and added as integers",
     "interpreter-range": "loop variables of tl.range are plain ints, which have no tensor methods",
+    "interpreter-patching": "each call of a device function searches all of triton.language again",
     "model-inspection": "vLLM inspects a model class in a fresh process, which would lack these mends",
     "fork": "vLLM's CPU platform spawns the engine process, which would lack these mends",
+    "greedy-sampling": "the Gumbel kernel, 40 % of a step there, is an argmax for greedy requests",
     "top-k-top-p": "the Triton kernel takes minutes in the interpreter; vLLM has the same in PyTorch",
 }
 _applied: list[str] = []
@@ -71,6 +74,7 @@ def prepare() -> None:
     for name in ("vllm", "transformers"):
         _on_import(name, before=_hide_media_packages)
     _on_import("vllm.v1.sample.ops.topk_topp_sampler", after=_top_k_top_p)
+    _on_import("vllm.v1.worker.gpu.sample.sampler", after=_greedy_sampling)
     _on_import("vllm.model_executor.models.registry", after=_model_inspection)
     if method == "fork":
         _on_import("vllm.utils.system_utils", after=_fork)
@@ -163,6 +167,21 @@ def _interpreter() -> None:
 
     interpreter._patch_lang_core = patch_lang_core
     _note("interpreter-range")
+
+    builtins: dict[Any, list[str]] = {}
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if package not in builtins:
+            members = inspect.getmembers(package)
+            builtins[package] = [name for name, member in members if tl.core.is_builtin(member)]
+        for name in builtins[package]:
+            member = getattr(package, name)
+            if not tl.core.is_builtin(member):
+                return  # within a kernel: all of them are patched, and it will restore them
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
+    _note("interpreter-patching")
 
 
 # --- packages --------------------------------------------------------------------------------------------
@@ -284,6 +303,19 @@ def _top_k_top_p(module: ModuleType) -> None:
 
     module.apply_top_k_top_p_triton = apply_top_k_top_p_triton  # type: ignore[attr-defined]
     _note("top-k-top-p")
+
+
+def _greedy_sampling(module: ModuleType) -> None:
+    sample = module.gumbel_sample
+
+    def gumbel_sample(logits: Any, requests: Any, temperature: Any, *args: Any, **kwargs: Any) -> Any:
+        # With a cache of logits the kernel has more to do than to choose tokens.
+        if "logits_cache" not in kwargs and not temperature[requests].any():
+            return logits.argmax(dim=-1)
+        return sample(logits, requests, temperature, *args, **kwargs)
+
+    module.gumbel_sample = gumbel_sample  # type: ignore[attr-defined]
+    _note("greedy-sampling")
 
 
 class _OnImport(importlib.abc.MetaPathFinder):
