@@ -4,6 +4,9 @@ tests."""
 
 import os
 
+# Before torch is imported, which reads it: on two cores, threads of such small problems wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 if not torch.cuda.is_available():
