@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.harness import DEMO, MAX_MODEL_LEN, Reference
-from tests.e2e.server import START_SECONDS, Server
+from tests.e2e.server import START_SECONDS, STOP_SECONDS, Server
 
 from .report import DemoError, Row, say
 
@@ -138,8 +138,9 @@ def _ask(
 
 
 def _stop(server: Server) -> None:
+    server.interrupt()
     try:
-        status = server.interrupt()
+        status = server.wait(STOP_SECONDS)
     except AssertionError:
         raise DemoError("the server did not stop after SIGINT and was killed") from None
     if status != 0 or server.living():
