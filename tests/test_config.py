@@ -93,9 +93,6 @@ def chain(draft: str, **changes: Any) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if value is not None}
 
 
-# --- forms -----------------------------------------------------------------------------------------------
-
-
 def from_command_line(*arguments: str) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -155,9 +152,6 @@ def test_weaver_is_resolved_and_is_the_default_proposal(hybrid: str, draft: str,
     settings = settings_of(config)
     assert settings is not None
     assert (settings.proposal, settings.weaver, settings.candidate_pool_size) == ("weaver", weaver, 64)
-
-
-# --- settings travel -------------------------------------------------------------------------------------
 
 
 def test_settings_survive_pickle_and_copies(hybrid: str, draft: str) -> None:
@@ -478,9 +472,6 @@ def test_more_sequences_than_trees_fit_is_told_with_numbers(
         base.logger.removeHandler(handler)
     (warning,) = said
     assert "max_num_seqs=256" in warning and "max_num_batched_tokens=8192 holds 204" in warning
-
-
-# --- everyone else ---------------------------------------------------------------------------------------
 
 
 def test_other_methods_behave_as_upstream(hybrid: str, draft: str) -> None:
