@@ -69,8 +69,9 @@ fi
 
 start=$SECONDS
 python=$(find_python)
-say "making $venv ($("$python" --version 2>&1)); once, some minutes and about 3 GB"
-if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+say "making $venv ($("$python" --version 2>&1)); once, some minutes and about 4 GB"
+# Without a stamp a set-up was interrupted, and a package may be there in part.
+if [ ! -f "$stamp" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     error=$("$python" -m venv --clear "$venv" 2>&1) ||
         fail "$python -m venv did not work (on Debian and Ubuntu install python3-venv): $(tail -n 1 <<<"$error")"
 fi

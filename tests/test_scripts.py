@@ -240,6 +240,11 @@ def stand_in(tmp_path: Path) -> dict[str, str]:
     return {"PYTHON": str(python), "CALLS": str(tmp_path / "calls"), "VERSION": "3.12"}
 
 
+def made_anew(stand_in: dict[str, str]) -> bool:
+    """Whether the environment was made anew since the last look at `installs`."""
+    return "-m venv --clear" in Path(stand_in["CALLS"]).read_text()
+
+
 def installs(stand_in: dict[str, str]) -> list[str]:
     """What pip was asked to install since the last look."""
     calls = Path(stand_in["CALLS"])
@@ -262,6 +267,7 @@ def test_setup_installs_once_and_again_when_pins_change(checkout: Path, stand_in
     assert installs(stand_in) == []
     (checkout / "scripts" / "requirements.txt").write_text("torch==9.9.9+cpu\n")
     assert bash(script, **stand_in).returncode == 0
+    assert not made_anew(stand_in)
     assert installs(stand_in)[0] == "torch==9.9.9+cpu"
 
 
@@ -276,7 +282,7 @@ def test_setup_asks_the_cpu_index_only_where_pip_finds_no_torch(
     assert torch.startswith(index + "torch==") and pins.startswith(index + "-r ")
 
 
-def test_setup_that_failed_says_why_and_is_repeated(checkout: Path, stand_in: dict[str, str]) -> None:
+def test_setup_that_failed_says_why_and_starts_anew(checkout: Path, stand_in: dict[str, str]) -> None:
     script = checkout / "scripts" / "setup.sh"
     done = bash(script, **stand_in, BROKEN="1")
     assert (done.returncode, done.stdout) == (1, "")
@@ -285,6 +291,7 @@ def test_setup_that_failed_says_why_and_is_repeated(checkout: Path, stand_in: di
     )
     installs(stand_in)
     assert bash(script, **stand_in).returncode == 0
+    assert made_anew(stand_in)  # a package may have been there in part
     assert len(installs(stand_in)) == 3
 
 
