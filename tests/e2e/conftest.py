@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import os
 
-# Two threads that spin on two shared cores cost more than they give to models of this size.
+# vLLM must leave the number of threads alone, which the root conftest has set.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

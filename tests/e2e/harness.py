@@ -122,6 +122,7 @@ def assert_identical(references: Sequence[Reference], outputs: Sequence[Any], ma
             f"{reference.tokens[position]}, {gap:.3f} less likely (a tie is at most {TIE})"
         )
         ties.append((index, position, round(gap, 4)))
+        print(f"near-tie: output {index} parts from plain decoding at token {position}, gap {gap:.4f}")
     assert len(ties) <= max_ties, f"more near-ties than a trained model has: {ties}"
 
 

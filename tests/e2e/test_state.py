@@ -115,7 +115,6 @@ class Checker:
         self.runner, self.references, self.replays = harness.runner(llm), references, replays
         self.layers, self.attention = recurrent_layers(llm), attention_layer(llm)
         self.checked = 0
-        self.worst = 0.0
         self.post = self.runner.model_state.postprocess_state
         self.runner.model_state.postprocess_state = self
 
@@ -139,7 +138,6 @@ class Checker:
                 found = layer.kv_cache[part][slots[number]]
                 error = distance(found, record[count][number])
                 assert error < CLOSE, f"{kind} state of layer {number} after {count} tokens: off by {error}"
-                self.worst = max(self.worst, error)
                 for other in (count - 1, count + 1):
                     if other in record:
                         wrong = distance(found, record[other][number])

@@ -136,11 +136,22 @@ def verify(layer: Any, trees: LayerTrees, mixed_qkv: Tensor, b: Tensor, a: Tenso
     keys, values = key_heads * layer.head_k_dim, value_heads * layer.head_v_dim
     q, k, v = conv.split([keys, keys, values], dim=-1)
     gdn_tree_verify(
-        q.unflatten(-1, (key_heads, -1)), k.unflatten(-1, (key_heads, -1)), v.unflatten(-1, (value_heads,
-        -1)), a[:rows], _write_gate(b[:rows]), layer.A_log, layer.dt_bias, _recurrent_state(layer),
-        trees.state_indices, step.query_start_loc, step.num_nodes, step.ancestors, out=out[:rows],
-        stash=stash.gdn, state_layout=_state_layout(layer),
-    )  # fmt: skip
+        q.unflatten(-1, (key_heads, -1)),
+        k.unflatten(-1, (key_heads, -1)),
+        v.unflatten(-1, (value_heads, -1)),
+        a[:rows],
+        _write_gate(b[:rows]),
+        layer.A_log,
+        layer.dt_bias,
+        _recurrent_state(layer),
+        trees.state_indices,
+        step.query_start_loc,
+        step.num_nodes,
+        step.ancestors,
+        out=out[:rows],
+        stash=stash.gdn,
+        state_layout=_state_layout(layer),
+    )
 
 
 def commit(layers: Iterable[Any], step: TreeStep, state_indices: Callable[[Any], Tensor]) -> None:

@@ -69,8 +69,7 @@ class TreeStateMixin:
         for layer in self.gdn_layers.values():
             gdn.install(layer, self.max_tree_rows, device, self.dtype)  # type: ignore[attr-defined]
 
-    # --- requests
-    # -------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """A state index gets a new owner: its last owner's tree is forgotten."""
@@ -94,8 +93,7 @@ class TreeStateMixin:
             return np.zeros(index.shape, dtype=bool)
         return self._structured[index] | self._verifier.history_dependent(index)
 
-    # --- a step
-    # ---------------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------------
 
     def prepare_attn(
         self,

@@ -4,8 +4,7 @@
 Each node's row is sampled as vLLM would sample it without speculation: same processing, same noise for the
 request's seed and the node's position. From the root the walk goes to the child that holds the chosen token,
 so that the text is the one of plain decoding (greedy or seeded). The result has the shape of vLLM's own
-rejection
-sampler: accepted tokens and the bonus token, in chain order.
+rejection sampler: accepted tokens and the bonus token, in chain order.
 """
 
 from __future__ import annotations

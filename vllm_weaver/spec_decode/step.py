@@ -27,9 +27,8 @@ def tree_requests(input_batch: InputBatch, budget: int) -> np.ndarray:
     """Which requests of the batch decode in this step, as bool [num_reqs].
 
     The rule is vLLM's own for speculative rows (not prefilling, at most `1 + budget` query tokens), widened
-    by one
-    case: a prompt of a single token that the scheduler padded with placeholder drafts. vLLM runs that one
-    through its prefill kernels, which cannot take the placeholders back.
+    by one case: a prompt of a single token that the scheduler padded with placeholder drafts. vLLM runs that
+    one through its prefill kernels, which cannot take the placeholders back.
     """
     prefilling = input_batch.is_prefilling_np
     if input_batch.prefill_runs_as_decode_np is not None:
@@ -86,10 +85,6 @@ class TreeStep:
         self._positions = zeros(max_num_tokens, dtype=torch.int64)
         self.stats = TreeStats(torch.zeros(4, dtype=torch.int64, device=device))
         self.query_start_loc = zeros(1)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the last step: no request is a tree."""
         self.num_reqs = 0
         self.num_rows = 0
         self.num_tokens = 0
@@ -143,8 +138,7 @@ class TreeStep:
         index = input_batch.idx_mapping[:num_reqs]
         if req_states is not None:
             self.base.copy_(req_states.num_computed_tokens.gpu[index])
-            # Drafts are proposed for the token after the prefill: rows that start inside it carry
-            # placeholders.
+            # Drafts follow the token after the prefill: rows that start inside it carry placeholders.
             inside_prefill = self.base < req_states.prefill_len.gpu[index]
             limit = torch.where(inside_prefill, limit.clamp(max=1), limit)
         else:
