@@ -22,7 +22,7 @@ from vllm_weaver.spec_decode.proposers import (
     WeaverProposer,
     count_rounds,
 )
-from vllm_weaver.spec_decode.tree import Tree, TreeBuffers
+from vllm_weaver.spec_decode.tree import Tree
 from vllm_weaver.spec_decode.weaver import WeaverConfig, WeaverHead
 
 VOCAB, WIDTH, D_MODEL, D_EMBED = 97, 104, 24, 20
@@ -35,11 +35,16 @@ def config(pool: int = 40, k: int = 15) -> WeaverConfig:
     return WeaverConfig(D_MODEL, D_EMBED, 16, 2, 2, 12, K=k, candidate_pool_size=pool)
 
 
-def weaver(pool: int | None = None, dtype: torch.dtype = torch.float64, impl: str = "auto") -> WeaverProposer:
-    head = random_head(config(), seed=3, dtype=dtype)
+def weaver(
+    pool: int | None = None,
+    dtype: torch.dtype = torch.float64,
+    impl: str = "auto",
+    device: torch.device | str = "cpu",
+) -> WeaverProposer:
+    head = random_head(config(), seed=3, dtype=dtype).to(device)
     generator = torch.Generator().manual_seed(4)
-    embed = torch.randn(VOCAB, D_EMBED, generator=generator).to(dtype)
-    lm_head = torch.randn(VOCAB, D_MODEL, generator=generator).to(dtype)
+    embed = torch.randn(VOCAB, D_EMBED, generator=generator).to(device, dtype)
+    lm_head = torch.randn(VOCAB, D_MODEL, generator=generator).to(device, dtype)
     with torch.no_grad():
         tables = head.token_table(embed), head.residual_table(lm_head) * 0.2
     return WeaverProposer(head, *tables, pool, impl=impl)
@@ -278,9 +283,7 @@ def test_triton_grows_the_same_trees(device: torch.device, kind: str) -> None:
     trees = []
     for impl in ("torch", "triton"):
         if kind == "weaver":
-            proposer: TreeProposer = weaver(12, torch.float32, impl)
-            for part in ("head", "token_table", "residual_table"):
-                setattr(proposer, part, getattr(proposer, part).to(device))
+            proposer: TreeProposer = weaver(12, torch.float32, impl, device)
         else:
             proposer = (DDTreeProposer if kind == "ddtree" else ChainProposer)(VOCAB, impl=impl)
         args = [a.to(device) for a in inputs(3, 4, seed=5, dtype=torch.float32)]
@@ -297,16 +300,12 @@ def test_triton_grows_the_same_trees(device: torch.device, kind: str) -> None:
 @pytest.mark.parametrize("proposer", proposers(), ids=lambda p: type(p).__name__)
 def test_no_host_synchronisation(proposer: TreeProposer, budget: int) -> None:
     """Under fake tensors, reading any value on the host raises: from the proposal to the moved rows."""
-    buffers = TreeBuffers(4, budget + 1, "cpu")
     args = inputs(2, 5, seed=1)
     with FakeTensorMode(allow_non_fake_inputs=True):
         tree = proposer.propose(
             *args, budget, max_depth=torch.tensor([5, 2]), max_nodes=torch.tensor([3, 99])
         )
-        index = torch.tensor([2, -1], dtype=torch.int32)
-        buffers.scatter(tree, index)
-        buffers.clear(index)
-        tree = buffers.gather(index).truncate(torch.tensor([1, 2]))
+        tree = tree.truncate(torch.tensor([1, 2]))
         logits = torch.randn(2 * (budget + 1), VOCAB)
         starts = torch.tensor([0, budget + 1, 2 * (budget + 1)])
         walk = greedy_walk(row_argmax(logits), starts, tree.tokens, tree.parents, tree.num_nodes, VOCAB)

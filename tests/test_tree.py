@@ -113,39 +113,33 @@ def test_chain() -> None:
 
 
 def test_buffers_follow_the_state_index() -> None:
-    """Rows of a batch move between steps; padding rows are read as empty and write nothing."""
+    """Rows of a batch move between steps; padding rows keep nothing, but get their drafts like all others."""
     buffers = TreeBuffers(6, 17, "cpu")
     first = mixed_batch(17, 4, VOCAB, seed=1)
-    buffers.scatter(first, torch.tensor([4, -1, 0, 2], dtype=torch.int32))
-    back = buffers.gather(torch.tensor([2, 4, -1, 0, 1, 6, 10**6], dtype=torch.int32))
-    back.validate(VOCAB, 17)
-    assert back.num_nodes.tolist() == [
-        int(first.num_nodes[3]),
-        int(first.num_nodes[0]),
-        0,
-        int(first.num_nodes[2]),
-        0,
-        0,
-        0,
-    ]
-    for row, source in ((0, 3), (1, 0), (3, 2)):
+    drafts = torch.full((4, 16), -7)
+    buffers.store(first, torch.tensor([4, -1, 0, 6]), drafts)
+    assert torch.equal(drafts, first.tokens[:, 1:])
+    for index, source in ((4, 0), (0, 2)):
         for name in FIELDS:
-            assert torch.equal(getattr(back, name)[row], getattr(first, name)[source]), (name, row)
+            assert torch.equal(getattr(buffers.trees, name)[index], getattr(first, name)[source]), name
+    assert buffers.trees.num_nodes[[1, 2, 3, 5]].tolist() == [0, 0, 0, 0]
     second = mixed_batch(17, 1, VOCAB, seed=2)
-    buffers.scatter(second, torch.tensor([4], dtype=torch.int32))
-    assert same(buffers.gather(torch.tensor([4], dtype=torch.int32)), second)
-    buffers.clear(torch.tensor([4, -1], dtype=torch.int32))
-    after = buffers.gather(torch.tensor([4, 0], dtype=torch.int32))
-    assert after.num_nodes.tolist() == [0, int(first.num_nodes[2])]
-    after.validate(VOCAB, 17)
+    buffers.store(second, torch.tensor([4]), drafts[:1])
+    assert torch.equal(buffers.nodes()[0][4], second.tokens[0])
+    buffers.clear(4)
+    assert buffers.nodes()[3].tolist() == [int(first.num_nodes[2]), 0, 0, 0, 0, 0]
 
 
 def test_buffers_keep_their_memory() -> None:
     """A captured graph reads the same addresses in every step."""
     buffers = TreeBuffers(3, 5, "cpu")
     addresses = [getattr(buffers.trees, name).data_ptr() for name in FIELDS]
-    buffers.scatter(mixed_batch(5, 3, VOCAB, seed=1), torch.tensor([2, 1, 0], dtype=torch.int32))
-    buffers.clear(torch.tensor([1], dtype=torch.int32))
+    buffers.store(
+        mixed_batch(5, 3, VOCAB, seed=1), torch.tensor([2, 1, 0]), torch.empty(3, 4, dtype=torch.int64)
+    )
+    buffers.clear(1)
     assert [getattr(buffers.trees, name).data_ptr() for name in FIELDS] == addresses
     with pytest.raises(ValueError, match="hold 5 slots a request, but the tree has 9"):
-        buffers.scatter(mixed_batch(9, 1, VOCAB, seed=1), torch.tensor([0], dtype=torch.int32))
+        buffers.store(
+            mixed_batch(9, 1, VOCAB, seed=1), torch.tensor([0]), torch.empty(1, 8, dtype=torch.int64)
+        )

@@ -26,6 +26,7 @@ HYBRID_TARGETS = (
 _Row = tuple[str, Any, Any, str]  # flag, value, the only allowed value, reason
 _UNTESTED = "it has not been tested"
 PLAIN_KV_DTYPES = ("auto", "float16", "bfloat16")
+FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 
 
 def asked_for(engine_args: EngineArgs, check: bool = True) -> bool:
@@ -71,6 +72,8 @@ def check_vllm_config(config: VllmConfig) -> None:
     """Refuse what a finished VllmConfig with our settings cannot work with; a config without them passes."""
     if settings_of(config) is None:
         return
+    from vllm.platforms import current_platform
+
     check_environment()
     _check_target(config.model_config)
     _check_parallel(config.parallel_config)
@@ -81,11 +84,12 @@ def check_vllm_config(config: VllmConfig) -> None:
             f"method {METHOD!r} runs on the V2 model runner only, which does not support {missing}"
         )
     cache = config.cache_config
-    if cache.cache_dtype not in PLAIN_KV_DTYPES:
+    allowed = PLAIN_KV_DTYPES if current_platform.is_cpu() else PLAIN_KV_DTYPES + FP8_KV_DTYPES
+    if cache.cache_dtype not in allowed:
         raise ConfigError(
             f"method {METHOD!r} does not work with --kv-cache-dtype={cache.cache_dtype!r}, since "
-            f"tree attention reads plain keys and values; "
-            f"it must be one of {', '.join(map(repr, PLAIN_KV_DTYPES))}"
+            f"tree attention does not read such keys and values here; "
+            f"it must be one of {', '.join(map(repr, allowed))}"
         )
     if cache.enable_prefix_caching and prefix_caching_unsupported(config.model_config):
         raise ConfigError(
@@ -149,19 +153,13 @@ def _lora(enabled: bool) -> _Row:
 
 
 def _limits(config: VllmConfig) -> list[_Row]:
-    from vllm.platforms import current_platform
-
     transfer = "rejected branches would be transferred as if they were committed"
-    rows: list[_Row] = [
+    return [
         ("--runner", config.model_config.runner_type, "generate", "only generation has drafts"),
         ("--kv-transfer-config", getattr(config.kv_transfer_config, "kv_connector", None), None, transfer),
         ("--ec-transfer-config", getattr(config.ec_transfer_config, "ec_connector", None), None, _UNTESTED),
         _lora(config.lora_config is not None),
     ]
-    if not current_platform.is_cpu():
-        graphs = "its steps are not yet captured in CUDA graphs"
-        rows.append(("--enforce-eager", config.model_config.enforce_eager, True, graphs))
-    return rows
 
 
 def _refuse(rows: list[_Row]) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publishing children and taking the best entries, against plain lists; untouched entries keep their
-sentinels."""
+sentinels. Then the kernels against these rules."""
 
 import math
 import random
@@ -11,10 +11,16 @@ import torch
 from tests.poison import poisoned_memory  # noqa: F401
 from tests.trees import SIZES, mixed_batch
 from vllm_weaver.kernels.ancestors import unpack_mask
-from vllm_weaver.kernels.frontier import CHILDREN, publish_children, take_best
+from vllm_weaver.kernels.frontier import (
+    CHILDREN,
+    Growth,
+    publish_children,
+    select_nodes,
+    start_growth,
+    take_best,
+)
 from vllm_weaver.spec_decode.tree import Tree
 
-IMPLS = ("torch", "triton")
 SENTINEL = -123.0
 
 
@@ -33,10 +39,9 @@ def candidates(rows: int, pool: int, seed: int) -> tuple[torch.Tensor, torch.Ten
     return torch.tensor(logprobs), torch.tensor(ids)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("pool", [1, 5, 8, 33, 512])
 @pytest.mark.parametrize("n", [2, 33, 129])
-def test_publish(device: torch.device, n: int, pool: int, impl: str) -> None:
+def test_publish(n: int, pool: int) -> None:
     tree = mixed_batch(n, 4, 300, seed=n)
     tree.logprobs = (tree.logprobs * 8).round() / 8  # sums on a grid are exact in fp32
     rng = random.Random(pool)
@@ -66,18 +71,14 @@ def test_publish(device: torch.device, n: int, pool: int, impl: str) -> None:
                 live = k < len(best)
                 expected_scores[r][entry] = float(tree.logprobs[r, slot]) - best[k][0] if live else -math.inf
                 expected_tokens[r][entry] = best[k][2] if live else -1
-    on_device = [
-        t.to(device) for t in (scores, tokens, logprobs, ids, slots, tree.logprobs, tree.depths, max_depth)
-    ]
-    publish_children(*on_device, impl=impl)
-    assert on_device[0].tolist() == expected_scores
-    assert on_device[1].tolist() == expected_tokens
+    publish_children(scores, tokens, logprobs, ids, slots, tree.logprobs, tree.depths, max_depth)
+    assert scores.tolist() == expected_scores
+    assert tokens.tolist() == expected_tokens
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("width", [1, 2, 5, 16])
 @pytest.mark.parametrize("n", SIZES)
-def test_take(device: torch.device, n: int, width: int, impl: str) -> None:
+def test_take(n: int, width: int) -> None:
     """Four requests: free places, a node limit, a frontier that runs dry, and no room at all."""
     rng = random.Random(n + width)
     grown = [max(1, n // 3), max(1, n // 2), 1, n]
@@ -123,29 +124,91 @@ def test_take(device: torch.device, n: int, width: int, impl: str) -> None:
         tree.num_nodes,
         limits,
     ]
-    state = [t.clone().to(device) for t in state]
-    slots = take_best(*state, width, impl=impl)
+    state = [t.clone() for t in state]
+    slots = take_best(*state, width)
     assert slots.dtype == torch.int32 and slots.tolist() == expected_slots.tolist()
     result = dict(
         zip(("scores", "", "tokens", "parents", "depths", "logprobs", "", "num_nodes"), state, strict=False)
     )
-    assert torch.equal(result["scores"].cpu(), expected_scores)
+    assert torch.equal(result["scores"], expected_scores)
     for name in ("tokens", "parents", "depths", "logprobs", "num_nodes"):
-        assert torch.equal(result[name].cpu(), getattr(expected, name)), name
-    assert torch.equal(unpack_mask(state[6], n).cpu(), expected_visible)
-    assert torch.equal(state[1].cpu(), tokens) and torch.equal(state[8].cpu(), limits)
+        assert torch.equal(result[name], getattr(expected, name)), name
+    assert torch.equal(unpack_mask(state[6], n), expected_visible)
+    assert torch.equal(state[1], tokens) and torch.equal(state[8], limits)
+
+
+def ancestor_words(growth: Growth) -> torch.Tensor:
+    """The ancestor masks that the paths stand for."""
+    offset = growth.depth + 1
+    words = torch.zeros(*growth.tokens.shape, -(-growth.tokens.shape[1] // 32), dtype=torch.int64)
+    for r, count in enumerate(growth.num_nodes.tolist()):
+        for node in range(count):
+            path = [place - offset for place in growth.paths[r, node].tolist() if place >= 0]
+            assert path[-1] == node and len(path) == growth.depths[r, node] + 1
+            for slot in path:
+                words[r, node, slot // 32] |= 1 << slot % 32
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(
+    "budget, width, pool, depth", [(1, 1, 8, 3), (16, 1, 5, 4), (33, 3, 32, 2), (40, 16, 512, 15)]
+)
+def test_kernels_grow_as_the_plain_rules(
+    device: torch.device, budget: int, width: int, pool: int, depth: int, ties: bool
+) -> None:
+    """Random scores over several rounds: four requests, of which one has no root and two have limits."""
+    n, vocab = budget + 1, 1000
+    generator = torch.Generator().manual_seed(budget)
+    pool_ids = torch.stack([torch.randperm(vocab, generator=generator)[:pool] for _ in range(4 * depth)])
+    pool_ids = pool_ids.view(4, depth, pool)
+    roots = torch.tensor([5, vocab, 0, 999])
+    max_depth, max_nodes = torch.tensor([99, 99, 1, depth]), torch.tensor([99, 99, 99, 6], dtype=torch.int32)
+    growth, rows = start_growth(roots.to(device), n, depth, vocab, max_depth.to(device), max_nodes.to(device))
+    tree = Tree.empty(4, n, "cpu")
+    tree.tokens[:, 0], tree.logprobs[:, 0] = torch.tensor([5, -1, 0, 999]), 0.0
+    tree.num_nodes.copy_(torch.tensor([1, 0, 1, 1]))
+    node_limit = torch.tensor([n, 0, n, min(n, 6)], dtype=torch.int32)
+    depth_limit = torch.tensor([depth, depth, 1, depth], dtype=torch.int32)
+    words = torch.zeros(4, n, -(-n // 32), dtype=torch.int32)
+    words[:, 0, 0] = 1
+    frontier, tokens = torch.full((4, CHILDREN * n), -math.inf), torch.full((4, CHILDREN * n), -1)
+    slots = torch.tensor([[0], [-1], [0], [0]], dtype=torch.int32)
+    for _ in range(4):
+        scores = torch.randn(4, slots.shape[1], pool, generator=generator) * 2
+        if ties:
+            scores = torch.where(scores > 1, 0.0, -math.inf)
+        scores[3, :, 0] = -math.inf
+        at = slots.clamp(min=0).long()
+        pool_rows = tree.depths.gather(1, at).clamp(max=depth - 1)
+        assert torch.equal(rows.places.cpu(), torch.where(slots >= 0, slots + depth + 1, -1))
+        live = slots >= 0
+        assert torch.equal(rows.tokens.cpu()[live], tree.tokens.gather(1, at)[live].int())
+        assert torch.equal(rows.positions.cpu()[live], pool_rows[live].int() + 1)
+        logprobs = torch.log_softmax(scores.clamp(min=-1e30), -1).masked_fill(scores.isinf(), -math.inf)
+        ids = pool_ids[torch.arange(4)[:, None], pool_rows]
+        publish_children(frontier, tokens, logprobs, ids, slots, tree.logprobs, tree.depths, depth_limit)
+        slots = take_best(
+            frontier, tokens, tree.tokens, tree.parents, tree.depths, tree.logprobs, words,
+            tree.num_nodes, node_limit, width,
+        )  # fmt: skip
+        scores[~live] = math.nan  # never read
+        rows = select_nodes(growth, rows, scores.to(device), pool_ids.to(device), width)
+    tree = tree.truncate(node_limit)
+    grown = Growth(*(v.cpu() if isinstance(v, torch.Tensor) else v for v in vars(growth).values()))
+    for name in ("tokens", "parents", "depths", "num_nodes"):
+        assert torch.equal(getattr(grown, name), getattr(tree, name)), name
+    torch.testing.assert_close(grown.logprobs, tree.logprobs, rtol=1e-5, atol=1e-5)
+    assert torch.equal(ancestor_words(grown)[tree.valid()], words[tree.valid()])
+    torch.testing.assert_close(grown.frontier_scores[[0, 2, 3]], frontier[[0, 2, 3]], rtol=1e-5, atol=1e-5)
 
 
 def test_wrong_arguments_are_named() -> None:
-    tree = Tree.empty(2, 5, "cpu")
-    scores, tokens = torch.zeros(2, 40), torch.zeros(2, 40, dtype=torch.int64)
-    limits = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="slots"):
-        slots = torch.zeros(2, 3, dtype=torch.int32)
-        ids = torch.zeros(2, 1, 4, dtype=torch.int64)
-        publish_children(scores, tokens, torch.zeros(2, 1, 4), ids, slots, tree.logprobs, tree.depths, limits)
-    nodes = (tree.tokens, tree.parents, tree.depths, tree.logprobs, tree.mask_words(), tree.num_nodes)
-    with pytest.raises(ValueError, match="frontier_scores"):
-        take_best(scores[:, :39], tokens, *nodes, limits, 2)
-    with pytest.raises(ValueError, match="float64"):
-        take_best(scores.double(), tokens, *nodes, limits, 2, impl="triton")
+    roots = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="max_depth"):
+        start_growth(roots, 5, 3, 9, torch.zeros(3))
+    growth, rows = start_growth(roots, 5, 3, 9)
+    with pytest.raises(ValueError, match="scores"):
+        select_nodes(growth, rows, torch.zeros(2, 2, 4), torch.zeros(2, 3, 4, dtype=torch.int64), 2)
+    with pytest.raises(ValueError, match="pool_ids"):
+        select_nodes(growth, rows, torch.zeros(2, 1, 4), torch.zeros(2, 4, 4, dtype=torch.int64), 2)

@@ -78,6 +78,25 @@ def test_rows_may_be_a_view(device: torch.device, impl: str) -> None:
     assert torch.equal(moved.cpu(), expected)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("count", [2, 6])
+def test_several_tensors_in_one_call(device: torch.device, count: int, impl: str) -> None:
+    """Widths and row strides of their own, and a path that takes more than one tile of nodes."""
+    rng = random.Random(count)
+    paths = [[0, *sorted(rng.sample(range(1, 60), 40))], [0, 1, 4]]
+    table = torch.full((2, 60), -1, dtype=torch.int32)
+    for r, path in enumerate(paths):
+        table[r, : len(path)] = torch.tensor(path, dtype=torch.int32)
+    whole = [torch.randn(70, 300 + 7 * i) for i in range(count)]
+    moved = [rows.to(device, copy=True) for rows in whole]
+    starts = torch.tensor([1, 61, 68], device=device)
+    gather_rows([rows[:, : 290 - i] for i, rows in enumerate(moved)], starts, table.to(device), impl=impl)
+    for i, (before, after) in enumerate(zip(whole, moved, strict=True)):
+        expected = before.clone()
+        expected[:, : 290 - i] = expected_rows(before, [1, 61], paths)[:, : 290 - i]
+        assert torch.equal(after.cpu(), expected)
+
+
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="row_starts"):
         gather_rows(
@@ -87,3 +106,11 @@ def test_wrong_arguments_are_named() -> None:
         gather_rows(
             torch.zeros(4, 2), torch.zeros(2, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int64)
         )
+    with pytest.raises(ValueError, match="rows has dtype torch.float64"):
+        gather_rows(
+            [torch.zeros(4, 2), torch.zeros(4, 2).double()],
+            torch.zeros(2, dtype=torch.int32),
+            torch.zeros(1, 2, dtype=torch.int32),
+        )
+    with pytest.raises(ValueError, match="no rows"):
+        gather_rows([], torch.zeros(2, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32))

@@ -8,7 +8,7 @@ import torch
 
 from tests.poison import poisoned_memory  # noqa: F401
 from tests.trees import KINDS, SIZES, make_batch, make_tree, mixed_batch
-from vllm_weaver.kernels.greedy_walk import greedy_walk, row_argmax
+from vllm_weaver.kernels.greedy_walk import Walk, greedy_walk, row_argmax
 from vllm_weaver.spec_decode.tree import Tree
 
 IMPLS = ("torch", "triton")
@@ -37,13 +37,13 @@ def lead_through(tree: Tree, r: int, choices: torch.Tensor, rng: random.Random) 
         node = parent
 
 
-def check(
-    walk: tuple[torch.Tensor, ...], expected: list[tuple[list[int], list[int]]], num_slots: int
-) -> None:
+def check(walk: Walk, expected: list[tuple[list[int], list[int]]], num_slots: int) -> None:
     for r, (path, sampled) in enumerate(expected):
-        assert walk[0][r].tolist() == path + [-1] * (num_slots - len(path)), f"path of request {r}"
-        assert walk[1][r].item() == len(sampled), f"num_sampled of request {r}"
-        assert walk[2][r].tolist() == sampled + [-1] * (num_slots - len(sampled)), f"tokens of request {r}"
+        assert walk.path[r].tolist() == path + [-1] * (num_slots - len(path)), f"path of request {r}"
+        assert walk.num_path[r].item() == len(path), f"num_path of request {r}"
+        assert walk.num_sampled[r].item() == len(sampled), f"num_sampled of request {r}"
+        padded = sampled + [-1] * (num_slots - len(sampled))
+        assert walk.sampled_token_ids[r].tolist() == padded, f"tokens of request {r}"
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -91,6 +91,28 @@ def test_sibling_that_is_not_first(device: torch.device, impl: str) -> None:
     args = (choices, torch.tensor([0, 6]), tokens, parents, torch.tensor([6], dtype=torch.int32))
     walk = greedy_walk(*(a.to(device) for a in args), VOCAB, impl=impl)
     check(walk, [([0, 2, 4, 5], [5, 7, 8, 3])], 6)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_counters_and_given_outputs(device: torch.device, impl: str) -> None:
+    """A winding path, one of first children, a root alone, a request that is no tree, one without rows."""
+    tokens = torch.tensor([[9, 4, 5, 6], [9, 4, 5, 6], [9, 4, 5, 6], [9, 4, 5, 6], [9, 4, 5, 6]])
+    parents = torch.tensor([[-1, 0, 0, 2]] * 5, dtype=torch.int32)
+    nodes = torch.tensor([4, 4, 4, 0, 4], dtype=torch.int32)
+    choices = torch.tensor([5, 0, 6, 1] + [4, 2, 0, 0] + [7, 0, 0, 0] + [5])
+    starts = torch.tensor([0, 4, 8, 12, 13, 13])
+    path = (
+        torch.full((5, 4), 77, dtype=torch.int32, device=device),
+        torch.full((5,), 77, dtype=torch.int32, device=device),
+    )
+    counters = torch.tensor([100, 200, 300, 400], device=device)
+    args = (choices, starts, tokens, parents, nodes)
+    walk = greedy_walk(*(a.to(device) for a in args), VOCAB, path=path, counters=counters, impl=impl)
+    check(walk, [([0, 2, 3], [5, 6, 1]), ([0, 1], [4, 2]), ([0], [7])], 4)
+    assert walk.path is path[0] and walk.num_path is path[1]
+    assert walk.path[3:].tolist() == [[-1] * 4] * 2 and walk.num_path[3:].tolist() == [0, 0]
+    assert walk.num_sampled[3:].tolist() == [1, 0] and walk.sampled_token_ids[3].tolist() == [5, -1, -1, -1]
+    assert counters.tolist() == [103, 203, 302, 401]
 
 
 @pytest.mark.parametrize("impl", IMPLS)

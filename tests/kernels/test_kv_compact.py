@@ -94,10 +94,9 @@ def check(
 ) -> None:  # fmt: skip
     device = path.device
     expected = expected_after(caches, table, base, paths, caches[0].shape[1])
-    kv_compact(
-        caches, table.to(device), torch.tensor(base, dtype=base_dtype, device=device), path, num_path,
-        num_nodes=step.num_nodes, impl=impl,
-    )  # fmt: skip
+    plan = KvCompactPlan.build(caches, [table.to(device)] * len(caches))
+    base_tensor = torch.tensor(base, dtype=base_dtype, device=device)
+    kv_compact(plan, base_tensor, path, num_path, num_nodes=step.num_nodes, impl=impl)
     for i, (got, wanted) in enumerate(zip(caches, expected, strict=True)):
         assert same_bits(got, wanted), f"cache {i} differs"
 
@@ -149,10 +148,10 @@ def test_positions_outside_the_table_are_left_alone(base: int, impl: str, device
     path = torch.tensor([[0, 2, 5] + [-1] * (step.num_slots - 3)], dtype=torch.int32, device=device)
     caches = split_kv(1, 16, 1, 8, dtype=torch.float32, device=device)
     expected = [cache.clone() for cache in caches]
+    table = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32, device=device)
     kv_compact(
-        caches, torch.tensor([[1, 2, 3, 4]], dtype=torch.int32, device=device),
-        torch.tensor([base], device=device), path, torch.tensor([3], dtype=torch.int32, device=device),
-        num_nodes=step.num_nodes, impl=impl,
+        KvCompactPlan.build(caches, [table] * 2), torch.tensor([base], device=device), path,
+        torch.tensor([3], dtype=torch.int32, device=device), num_nodes=step.num_nodes, impl=impl,
     )  # fmt: skip
     # Only base 60 and -1 have both ends of a move inside positions 0..63.
     for got, wanted in zip(caches, expected, strict=True):
@@ -189,17 +188,46 @@ def test_a_hostile_entry_ends_the_path(
 def test_plan_merges_rows_into_wide_words(
     layout: str, dim: int, dtype: torch.dtype, word: int, outer: int, inner: int
 ) -> None:
-    plan = KvCompactPlan.build(LAYOUTS[layout](2, 16, 3, dim, dtype=dtype, device=torch.device("cpu")))
+    caches = LAYOUTS[layout](2, 16, 3, dim, dtype=dtype, device=torch.device("cpu"))
+    plan = KvCompactPlan.build(caches, [torch.zeros(1, 1, dtype=torch.int32)] * len(caches))
     assert (plan.word, plan.outer, plan.inner) == (word, outer, inner)
 
 
-def test_caches_that_do_not_agree_are_named() -> None:
-    one = torch.zeros(4, 16, 2, 8)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_groups_have_block_tables_of_their_own(impl: str, device: torch.device) -> None:
+    """Layers of three groups in one call: tables of different widths, with more rows than requests."""
+    rng = random.Random(8)
+    step = make_step(MIXED, device)
+    base = [0, 3, 15, 70]
+    paths, path, num_path = step.random_paths(rng)
+    caches = split_kv(3, 16, 2, 8, dtype=torch.bfloat16, device=device)
+    tables = [block_tables(step, base, 16, rng) for _ in range(3)]
+    tables = [torch.nn.functional.pad(t, (0, i, 0, i), value=-1) for i, t in enumerate(tables)]
+    expected = [
+        after
+        for i, table in enumerate(tables)
+        for after in expected_after(caches[2 * i : 2 * i + 2], table, base, paths, 16)
+    ]
+    plan = KvCompactPlan.build(caches, [tables[i // 2].to(device) for i in range(6)])
+    kv_compact(plan, torch.tensor(base, device=device), path, num_path, num_nodes=step.num_nodes, impl=impl)
+    for i, (got, wanted) in enumerate(zip(caches, expected, strict=True)):
+        assert same_bits(got, wanted), f"cache {i} differs"
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    one, table = torch.zeros(4, 16, 2, 8), torch.zeros(1, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match="no cache"):
-        KvCompactPlan.build([])
+        KvCompactPlan.build([], [])
     with pytest.raises(ValueError, match=r"cache 0 has shape \[4, 16\]"):
-        KvCompactPlan.build([one[:, :, 0, 0]])
+        KvCompactPlan.build([one[:, :, 0, 0]], [table])
     with pytest.raises(ValueError, match=r"cache 1 \(shape, strides, dtype, device\) is"):
-        KvCompactPlan.build([one, one.bfloat16()])
+        KvCompactPlan.build([one, one.bfloat16()], [table] * 2)
     with pytest.raises(ValueError, match="may have two strides at most"):
-        KvCompactPlan.build([torch.zeros(4, 16, 4, 6, 8)[:, :, ::2, ::2, ::2]])
+        KvCompactPlan.build([torch.zeros(4, 16, 4, 6, 8)[:, :, ::2, ::2, ::2]], [table])
+    with pytest.raises(ValueError, match="1 block tables for 2 caches"):
+        KvCompactPlan.build([one, one], [table])
+    with pytest.raises(ValueError, match="block_table has dtype torch.int64"):
+        KvCompactPlan.build([one], [table.long()])
+    two = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="2 requests, but a block table of the plan has 1 rows"):
+        kv_compact(KvCompactPlan.build([one], [table]), two, two[:, None], two, num_nodes=two)

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from tests.kernels.steps import BATCHES, Part, Step, make_step, poison, same_bits
 from tests.trees import ancestors
+from vllm_weaver.kernels import tree_attention as kernel
 from vllm_weaver.kernels.ancestors import ancestor_mask_words
 from vllm_weaver.kernels.tree_attention import tree_attention
+from vllm_weaver.kernels.tree_attention_layout import MAX_SPLITS, split_counts
 
 IMPLS = ("torch", "triton")
 MIXED = BATCHES["batch-4-mixed"]
@@ -37,10 +39,11 @@ class Problem:
     def place(self, r: int, position: int) -> tuple[int, int]:
         return int(self.table[r, position // self.page]), position % self.page
 
-    def run(self, impl: str, ancestor_words: Tensor | None = None, **options: float) -> Tensor:
+    def run(self, impl: str, ancestor_words: Tensor | None = None, **options: float | Tensor) -> Tensor:
         """The kernel's output in a poisoned buffer with strides of its own."""
         step, device = self.step, self.q.device
-        out = poison(self.q.shape[0], 2, *self.q.shape[1:], device=device, dtype=self.q.dtype)[:, 0]
+        dtype = torch.bfloat16 if self.q.element_size() == 1 else self.q.dtype
+        out = poison(self.q.shape[0], 2, *self.q.shape[1:], device=device, dtype=dtype)[:, 0]
         lengths = [b - a + p for a, b, p in zip(step.starts, step.starts[1:], self.prefixes, strict=False)]
         tree_attention(
             self.q, self.k_cache, self.v_cache, self.table.to(device), step.query_start_loc,
@@ -56,25 +59,31 @@ class Problem:
         i: int,
         tail: list[int],
         softcap: float = 0.0,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        q_scale: float | Tensor = 1.0,
+        k_scale: float | Tensor = 1.0,
+        v_scale: float | Tensor = 1.0,
     ) -> Tensor:
         """Float64 attention [Hq, D] of row i of request r to its prefix and these of its own rows."""
         base = self.prefixes[r]
         places = [self.place(r, position) for position in [*range(base), *(base + j for j in tail)]]
         blocks, rows = (torch.tensor(x) for x in zip(*places, strict=True))
-        q = self.q[self.step.starts[r] + i].double().cpu()
+        q = self.q[self.step.starts[r] + i].cpu().float().double()
         group = q.shape[0] // self.k_cache.shape[2]
+        q_scale, k_scale, v_scale = (
+            torch.as_tensor(factor, dtype=torch.float64).reshape(-1, 1).cpu()
+            for factor in (q_scale, k_scale, v_scale)
+        )
         k, v = (
             (cache.cpu().float()[blocks, rows].double() * factor).repeat_interleave(group, 1)
             for cache, factor in ((self.k_cache, k_scale), (self.v_cache, v_scale))
         )
+        q = (q.view(-1, group, q.shape[1]) * q_scale[:, None]).flatten(0, 1)
         scores = torch.einsum("hd,phd->hp", q, k) * q.shape[-1] ** -0.5
         if softcap:
             scores = softcap * (scores / softcap).tanh()
         return torch.einsum("hp,phd->hd", scores.softmax(-1), v)
 
-    def expected(self, **options: float) -> Tensor:
+    def expected(self, **options: float | Tensor) -> Tensor:
         """Float64 outputs [T, Hq, D], zero where there is no node."""
         out = torch.zeros(self.q.shape, dtype=torch.float64)
         for r, tree in enumerate(self.step.trees):
@@ -111,8 +120,8 @@ def make_problem(
     for r, count in enumerate(used):
         table[r, :count] = torch.tensor([free.pop() for _ in range(count)], dtype=torch.int32)
         tree = step.trees[r]
-        for position in range(prefixes[r] + (lengths[r] - prefixes[r] if tree is None else len(tree))):
-            live[table[r, position // page], position % page] = True
+        position = torch.arange(prefixes[r] + (lengths[r] - prefixes[r] if tree is None else len(tree)))
+        live[table[r, position // page].long(), position % page] = True
     kv = torch.randn(blocks, page, 2, kv_heads, dim)
     kv[~live] = torch.nan
     kv = kv.to(device, cache_dtype or dtype)  # before it is cut: a moved view would come out dense
@@ -128,7 +137,7 @@ def make_problem(
     return Problem(step, prefixes, q.to(device, dtype)[..., :dim], k, v, table)
 
 
-def check(problem: Problem, impl: str, tolerance: float, **options: float) -> None:
+def check(problem: Problem, impl: str, tolerance: float, **options: float | Tensor) -> None:
     """Outputs equal plain attention, placeholders are zero, and no other row was written."""
     out, step = problem.run(impl, **options), problem.step
     nodes, foreign = step.node_rows(), step.foreign_rows()
@@ -177,6 +186,99 @@ def test_half_precision(dtype: torch.dtype, impl: str, device: torch.device) -> 
 def test_fp8_cache_with_scales(dtype: torch.dtype, impl: str, device: torch.device) -> None:
     problem = make_problem(MIXED, device, dtype=dtype, cache_dtype=torch.float8_e4m3fn, dim=64)
     check(problem, impl, 1e-5 if dtype == torch.float32 else 2e-2, k_scale=0.75, v_scale=1.5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("heads", [1, 2], ids=["one-scale", "a-scale-a-head"])
+def test_fp8_query_and_scales_on_the_device(heads: int, impl: str, device: torch.device) -> None:
+    """As vLLM's layers hold them: tensors of one element, or of one for each KV head."""
+    problem = make_problem(
+        MIXED, device, cache_dtype=torch.float8_e4m3fn, kv_heads=2, group=3, dim=32, layout="heads-first"
+    )
+    problem.q = problem.q.to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.5, 0.75], [0.5, 2.0], [1.25, 0.25]], device=device)[:, :heads]
+    names = ("q_scale", "k_scale", "v_scale")
+    shape = () if heads == 1 else (2,)
+    # The output is bf16.
+    check(problem, impl, 2e-2, **{k: v.reshape(shape) for k, v in zip(names, scales, strict=True)})
+
+
+@pytest.fixture
+def many_processors(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Under the interpreter too, requests are worth splitting (a GPU has its own number)."""
+    if device.type == "cpu":
+        monkeypatch.setattr(kernel, "device_limits", lambda _: (12, 0))
+
+
+@pytest.mark.usefixtures("many_processors")
+@pytest.mark.parametrize(
+    ("parts", "prefixes"),
+    [
+        ([("random", 5, 2)], [0]),
+        ([("random", 5, 2)], [31]),
+        ([("random", 5, 0)], [200]),
+        ([("chain", 34, 1)], [33]),
+        ([("random", 5, 2), ("chain", 3, 1)], [5, 300]),
+        ([("random", 5, 0), ("prefill", 4, 0), ("chain", 3, 0)], [260, 100, 3]),
+    ],
+    ids=["no-prefix", "one-tile", "seven-tiles", "tail-in-two-tiles", "uneven", "uneven-prefill"],
+)
+@pytest.mark.parametrize("page", [16, 48])
+def test_splits(parts: list[Part], prefixes: list[int], page: int, device: torch.device) -> None:
+    check(make_problem(parts, device, prefixes=prefixes, page=page, group=1), "triton", 1e-5)
+
+
+@pytest.mark.usefixtures("many_processors")
+def test_splits_without_anything_to_see(device: torch.device) -> None:
+    """Null blocks and rows without their own bit, in a request that is split."""
+    problem = make_problem([("random", 9, 1)], device, prefixes=[150], group=1)
+    problem.table[0, 2:7] = 0
+    parents = problem.step.parents.clone()
+    parents[0, 5] = 2**31 - 1
+    out = problem.run("triton", ancestor_words=ancestor_mask_words(parents, problem.step.num_nodes))
+    problem.table = torch.cat((problem.table[:, :2], problem.table[:, 7:]), dim=1)
+    problem.prefixes = [150 - 5 * 16]
+    torch.testing.assert_close(out[:5].double().cpu(), problem.expected()[:5], rtol=1e-5, atol=1e-5)
+    assert (out[5:10] == 0).all()
+    problem.table.zero_()
+    assert (problem.run("triton")[:10] == 0).all()
+
+
+@pytest.mark.parametrize("slots", [80, 132, 188])
+@pytest.mark.parametrize("tiles", [1, 4, 8, 28, 72, 200])
+@pytest.mark.parametrize("requests", [1, 2, 3, 8, 256])
+def test_split_counts_keep_the_grid_small(requests: int, tiles: int, slots: int) -> None:
+    shares, splits = split_counts(requests, tiles, slots)
+    assert 1 <= splits <= shares <= MAX_SPLITS
+    assert splits == 1 or requests * splits * tiles <= max(4 * slots, 16 * tiles)
+    if requests == 1 and tiles * MAX_SPLITS >= slots >= tiles:
+        assert tiles * shares >= 0.5 * slots
+
+
+LONG = [
+    pytest.param([("random", 33, 0)], [8192], {}, id="8192"),
+    pytest.param([("random", 129, 4)], [70_001], {"kv_heads": 2, "page": 784}, id="70001-page-784"),
+    pytest.param([("random", 33, 0), ("chain", 5, 2)], [262_144, 100], {"kv_heads": 1}, id="262144-and-100"),
+]
+
+
+@pytest.mark.parametrize(("parts", "prefixes", "shape"), LONG)
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_long_prefixes(
+    parts: list[Part], prefixes: list[int], shape: dict, cache_dtype: torch.dtype, device: torch.device
+) -> None:
+    """Against the fp32 reference, whose own test is the float64 one above."""
+    if device.type == "cpu":
+        pytest.skip("hours under the interpreter")
+    shape = {"kv_heads": 4, "group": 6, "dim": 256, "page": 64, "layout": "heads-first", **shape}
+    problem = make_problem(
+        parts, device, prefixes=prefixes, dtype=torch.bfloat16, cache_dtype=cache_dtype, **shape
+    )
+    scales = {} if cache_dtype == torch.bfloat16 else {"k_scale": 0.5, "v_scale": 2.0}
+    for factor, tolerance in ((1, 1e-2), (16, 4e-2)):  # with 16 a few positions of the many decide
+        problem.q *= factor
+        out, expected = problem.run("triton", **scales), problem.run("torch", **scales)
+        torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -22,6 +22,7 @@ from tests.kernels.steps import (
     same_bits,
 )
 from tests.trees import ancestors
+from vllm_weaver.kernels.gdn_buffers import LayerTable
 from vllm_weaver.kernels.tree_conv import tree_conv, tree_conv_commit
 
 IMPLS = ("torch", "triton")
@@ -172,11 +173,13 @@ def test_nodes_after_a_hostile_parent_are_zero(parent: int, impl: str, device: t
 
 def check_commit(problem: Problem, paths: list[list[int]], path: Tensor, num_path: Tensor, impl: str) -> None:
     """Committed slots hold the path's last inputs exactly; everything else keeps its bits."""
-    after = problem.state.clone()
+    after, other = problem.state.clone(), problem.state.clone()
+    layers = LayerTable.build([other, after], [torch.zeros_like(problem.slot_tensor), problem.slot_tensor])
     tree_conv_commit(
-        problem.x, after, problem.slot_tensor, problem.step.query_start_loc, path, num_path, problem.width,
-        num_nodes=problem.step.num_nodes, impl=impl,
+        torch.stack([torch.zeros_like(problem.x), problem.x]), layers, problem.step.query_start_loc, path,
+        num_path, problem.width, num_nodes=problem.step.num_nodes, impl=impl,
     )  # fmt: skip
+    assert same_bits(other, problem.state), "a layer without slots was written"
     expected = problem.state.clone()
     for r, slot in enumerate(problem.slots):
         if paths[r] and 0 < slot < SLOTS:

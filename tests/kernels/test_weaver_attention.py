@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weaver attention against dense attention in float64 over exactly the visible keys."""
+"""Weaver attention, plain and by path, against dense attention in float64 over exactly the visible keys."""
 
 import pytest
 import torch
+import triton
 
 from tests.poison import poisoned_memory  # noqa: F401
-from tests.trees import SIZES, mixed_batch
-from vllm_weaver.kernels.weaver_attention import attend, weaver_attention
+from tests.trees import ancestors, mixed_batch
+from vllm_weaver.kernels.ancestors import unpack_mask
+from vllm_weaver.kernels.weaver_attention import attend, path_attention
 from vllm_weaver.spec_decode.tree import Tree
-
-IMPLS = ("torch", "triton")
 
 
 def inputs(
@@ -46,61 +46,72 @@ def attention_by_hand(args: tuple[torch.Tensor, ...], slots: torch.Tensor, tree:
     return out
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+def paths_of(tree: Tree, offset: int, length: int) -> torch.Tensor:
+    """Cache rows from the root to every node, −1 behind."""
+    paths = torch.full((*tree.tokens.shape, length), -1, dtype=torch.int32)
+    for r, parents in enumerate(tree.parents.tolist()):
+        for node in range(int(tree.num_nodes[r])):
+            path = ancestors(parents, node)
+            paths[r, node, : len(path)] = torch.tensor(path) + offset
+    return paths
+
+
 @pytest.mark.parametrize("heads, dim", [(1, 32), (3, 20)])
-@pytest.mark.parametrize("n", SIZES)
-def test_rows_of_a_round(device: torch.device, n: int, heads: int, dim: int, impl: str) -> None:
-    """Every slot that a row must not see holds NaN, the spare one included."""
+@pytest.mark.parametrize("n, prefix", [(1, 2), (7, 8), (33, 16), (65, 5)])
+def test_rows_of_a_round(device: torch.device, n: int, prefix: int, heads: int, dim: int) -> None:
+    """Every cache row that no node sees holds NaN, slots past the tree included; one row has no node."""
     tree = mixed_batch(n, 4, 300, seed=n)
-    rows = min(n, 3)
-    slots = torch.stack([torch.arange(rows) + max(0, int(count) - rows) for count in tree.num_nodes])
+    length = triton.next_power_of_2(int(tree.depths.max()) + 1)
+    slots = torch.stack([torch.arange(3) + max(0, int(count) - 3) for count in tree.num_nodes])
     slots = torch.where(slots < tree.num_nodes[:, None], slots, 0)
-    args = inputs(4, rows, heads, dim, prefix=16, slots=n + 1, seed=n)
-    words = tree.mask_words()
-    mask = words[torch.arange(4)[:, None], slots]
+    args = inputs(4, 3, heads, dim, prefix, slots=n, seed=n)
     expected = attention_by_hand(args, slots, tree)
+    paths = paths_of(tree, prefix, length)
+    slots[2, 1], expected[2, 1] = -1, attention_by_hand(args, torch.full_like(slots, -1), tree)[2, 1]
     for r in range(4):
-        seen = {j for slot in slots[r].tolist() for j in range(n) if words[r, slot, j // 32] >> (j % 32) & 1}
+        seen = {
+            p - prefix for slot in slots[r].tolist() if slot >= 0 for p in paths[r, slot].tolist() if p >= 0
+        }
         for node in args[3:]:
-            node[r, [j for j in range(n + 1) if j not in seen]] = float("nan")
-    out = weaver_attention(*(a.to(device) for a in args), mask.to(device), impl=impl)
-    torch.testing.assert_close(out.double().cpu(), expected, rtol=2e-5, atol=2e-5)
+            node[r, [j for j in range(n) if j not in seen]] = float("nan")
+    cache = torch.stack((torch.cat((args[1], args[3]), 1), torch.cat((args[2], args[4]), 1)))
+    places = torch.where(slots >= 0, slots + prefix, -1).int().flatten()
+    out = path_attention(
+        args[0].flatten(0, 1).to(device), cache.to(device), prefix, places.to(device), paths.to(device)
+    )
+    torch.testing.assert_close(out.view(expected.shape).double().cpu(), expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("prefix", [0, 1, 31, 33])
-def test_prefix_lengths_and_views(device: torch.device, prefix: int, impl: str) -> None:
-    """Keys that are views of a wider projection, and bits past the last slot."""
-    tree = Tree.chain(torch.arange(40)[None].expand(2, -1), torch.tensor([40, 40]))
-    args = inputs(2, 2, 2, 16, prefix, 41, seed=prefix)
-    slots = torch.tensor([[38, 39], [0, 5]])
-    mask = tree.mask_words()[torch.arange(2)[:, None], slots]
-    mask[..., 1] |= -(1 << 20)  # slots 52 to 63 do not exist
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 1e-2)], ids=str)
+def test_prompt_is_causal(device: torch.device, dtype: torch.dtype, tolerance: float) -> None:
+    q, k, v = (a.to(dtype) for a in inputs(3, 6, 2, 16, 6, 0, seed=1)[:3])
+    cache = torch.full((2, 3, 9, 2, 16), float("nan"), dtype=dtype)
+    cache[0, :, :6], cache[1, :, :6] = k, v
+    wide = [a.double() for a in (q, k[:, :0], v[:, :0], k, v)]
+    expected = attend(*wide, torch.ones(6, 6).tril().bool())
+    out = path_attention(q.flatten(0, 1).to(device), cache.to(device), 6)
+    assert out.dtype == dtype
+    torch.testing.assert_close(
+        out.view(expected.shape).double().cpu(), expected, rtol=tolerance, atol=tolerance
+    )
+
+
+def test_attend_is_attention_over_the_visible_rows() -> None:
+    tree = mixed_batch(19, 4, 300, seed=3)
+    slots = torch.zeros(4, 1, dtype=torch.int64)
+    args = inputs(4, 1, 2, 8, 3, 19, seed=3)
+    visible = unpack_mask(tree.mask_words(), 19)[:, :1]
     expected = attention_by_hand(args, slots, tree)
-    wide = [torch.cat((a, torch.full_like(a, float("nan"))), dim=-1).to(device)[..., :16] for a in args]
-    out = weaver_attention(*wide, mask.to(device), impl=impl)
-    torch.testing.assert_close(out.double().cpu(), expected, rtol=2e-5, atol=2e-5)
+    args[3][:, 1:], args[4][:, 1:] = float("nan"), float("nan")
+    torch.testing.assert_close(attend(*(a.double() for a in args), visible), expected)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_row_that_sees_nothing_is_zero(device: torch.device, impl: str) -> None:
+def test_row_that_sees_nothing_is_zero() -> None:
     args = inputs(1, 2, 2, 8, prefix=0, slots=5, seed=1)
-    mask = torch.tensor([[[0], [0b100]]], dtype=torch.int32)
-    out = weaver_attention(*(a.to(device) for a in args), mask.to(device), impl=impl).cpu()
+    visible = torch.tensor([[[0] * 5, [0, 0, 1, 0, 0]]]).bool()
+    out = attend(*args, visible)
     assert out[0, 0].eq(0).all()
     torch.testing.assert_close(out[0, 1], args[4][0, 2])
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_bfloat16(device: torch.device, impl: str) -> None:
-    tree = mixed_batch(33, 2, 300, seed=2)
-    args = tuple(a.bfloat16() for a in inputs(2, 5, 2, 64, 16, 34, seed=2))
-    slots = torch.tensor([[0, 3, 17, 31, 32], [0, 1, 2, 9, 15]])
-    mask = tree.mask_words()[torch.arange(2)[:, None], slots]
-    out = weaver_attention(*(a.to(device) for a in args), mask.to(device), impl=impl)
-    assert out.dtype == torch.bfloat16
-    expected = attention_by_hand(args, slots, tree)
-    torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_gradient_ignores_unseen_rows() -> None:
@@ -112,9 +123,11 @@ def test_gradient_ignores_unseen_rows() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    args = list(inputs(1, 2, 2, 8, 3, 5, seed=1))
-    mask = torch.zeros(1, 2, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="mask_words"):
-        weaver_attention(*args, mask.long())
-    with pytest.raises(ValueError, match="node_v"):
-        weaver_attention(*args[:4], args[4][..., :4], mask)
+    q, cache = torch.zeros(4, 2, 8), torch.zeros(2, 2, 6, 2, 8)
+    places, paths = torch.zeros(4, dtype=torch.int32), torch.zeros(2, 4, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="cache has 6 rows a request; it must have at least 7"):
+        path_attention(q, cache, 3, places, paths)
+    with pytest.raises(ValueError, match="places"):
+        path_attention(q, cache, 2, places.long(), paths)
+    with pytest.raises(ValueError, match="cache"):
+        path_attention(q, cache[..., :4], 2, places, paths)

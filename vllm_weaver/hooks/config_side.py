@@ -31,15 +31,46 @@ def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         checks.check_environment()
         checks.check_arguments(self)
         install.activate_engine()
+        sizes_given = _capture_sizes_given(self)
         try:
             config = original(self, *args, **kwargs)
         except ValidationError as error:
             raise _dictated_method(self) or one_line(error) from None
         assert settings_of(config) is not None  # never plain DFlash in silence
         checks.check_vllm_config(config)
+        if not sizes_given:
+            cover_decode_batches(config)
         return config
 
     return wrapper
+
+
+def _capture_sizes_given(engine_args: Any) -> bool:
+    """Whether the user chose the sizes of CUDA graphs."""
+    compilation = engine_args.compilation_config
+    return any(
+        getattr(holder, name, None) is not None
+        for holder in (engine_args, compilation)
+        for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    )
+
+
+def cover_decode_batches(config: Any) -> None:
+    """Add capture sizes for batches of up to `max_num_seqs` whole trees.
+
+    Upstream's default ends at 512 rows (1,024 on sm_100), which are 15 trees of 33 nodes. The sizes added are
+    those of 1, 2, 4, 8, 16, 24, ... requests, as far as a step's rows reach.
+    """
+    compilation, scheduler, settings = config.compilation_config, config.scheduler_config, settings_of(config)
+    if not compilation.cudagraph_capture_sizes or settings is None:  # eager
+        return
+    nodes = settings.budget + 1
+    most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // nodes)
+    counts = {most} | {n for n in (1, 2, 4, *range(8, most, 8 if most <= 128 else 16)) if n <= most}
+    sizes = {count * nodes for count in counts if count > 0}
+    compilation.cudagraph_capture_sizes = sorted(sizes | set(compilation.cudagraph_capture_sizes))
+    compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
+    compilation.post_init_cudagraph_sizes()
 
 
 def _dictated_method(engine_args: Any) -> ConfigError | None:

@@ -80,6 +80,32 @@ def load_usable_count(
 
 
 @triton.jit
+def climb_ancestors(
+    parents_ptr,  # [N] this request's row
+    num_nodes,
+    row,  # [ROWS] nodes
+    N,
+    BLOCK: tl.constexpr,  # a power of two >= N
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,  # a power of two >= ceil(N / 32)
+):
+    """Mask words [ROWS, WORDS] of some nodes of one request."""
+    usable = load_usable_count(parents_ptr, num_nodes, N, BLOCK)
+    word = tl.arange(0, WORDS)
+    current = tl.where(row < usable, row, -1)
+    words = tl.zeros((ROWS, WORDS), dtype=tl.int32)
+    while tl.max(current, axis=0) >= 0:
+        at = tl.maximum(current, 0)
+        bit = tl.full((ROWS,), 1, tl.int32) << (at % 32)
+        hit = (current >= 0)[:, None] & ((at // 32)[:, None] == word[None, :])
+        words |= tl.where(hit, bit[:, None], 0)
+        # The root's parent is -1, which ends its climb; parents of usable nodes are smaller than the node.
+        parent = tl.load(parents_ptr + at, mask=current > 0, other=-1)
+        current = tl.where(current > 0, parent, -1)
+    return words
+
+
+@triton.jit
 def _ancestor_mask_kernel(
     parents_ptr,  # [R, N]
     num_nodes_ptr,  # [R]
@@ -92,20 +118,10 @@ def _ancestor_mask_kernel(
     WORDS: tl.constexpr,  # a power of two >= W
 ):
     request = tl.program_id(0).to(tl.int64)
-    parents_ptr += request * parents_stride
-    usable = load_usable_count(parents_ptr, tl.load(num_nodes_ptr + request), N, BLOCK)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     word = tl.arange(0, WORDS)
-    current = tl.where(row < usable, row, -1)
-    words = tl.zeros((ROWS, WORDS), dtype=tl.int32)
-    while tl.max(current, axis=0) >= 0:
-        at = tl.maximum(current, 0)
-        bit = tl.full((ROWS,), 1, tl.int32) << (at % 32)
-        hit = (current >= 0)[:, None] & ((at // 32)[:, None] == word[None, :])
-        words |= tl.where(hit, bit[:, None], 0)
-        # The root's parent is -1, which ends its climb; parents of usable nodes are smaller than the node.
-        parent = tl.load(parents_ptr + at, mask=current > 0, other=-1)
-        current = tl.where(current > 0, parent, -1)
+    num_nodes = tl.load(num_nodes_ptr + request)
+    words = climb_ancestors(parents_ptr + request * parents_stride, num_nodes, row, N, BLOCK, ROWS, WORDS)
     at = (request * N + row)[:, None] * W + word[None, :]
     tl.store(words_ptr + at, words, mask=(row < N)[:, None] & (word < W)[None, :])
 

@@ -6,12 +6,13 @@
 Layout: logits [M, >= vocab_size] in; values fp32 [M, P] (−inf: no candidate), ids int64 [M, P] (−1: no
 candidate) and logsumexp fp32 [M] (over the finite logits; −inf if there are none) out.
 
-Every logit becomes an integer key of 32 value bits above its reversed id, so that all keys differ and their
-order is the order wanted, ties included. A program holds one block of keys in registers, finds its P-th
-largest key bit by bit (one count a bit) and passes on the keys that reach it. Blocks of survivors are reduced
-the same way until one is left, which a last program sorts by counting, for every key, the larger ones.
+Every logit becomes a signed 32-bit key in the order of the values. A program holds a block of keys in
+registers and finds its P-th largest value bit by bit (one count a bit; 16 bits decide for bf16), keeps what
+is larger and the first ones that are equal, and passes them on in the order of their ids. One more program a
+row does the same with what the blocks kept (so that order among equals is still that of the ids) and puts
+every key into its place by counting those that go before it.
 
-Floor: reads the logits once; the keys passed on are 8·P bytes a block of 4096. No full sort, no
+Floor: reads the logits once; the keys passed on are 8·P bytes a block. Two launches. No full sort, no
 full-vocabulary copy of the logits in another type, and no softmax over the vocabulary is ever materialised.
 """
 
@@ -23,9 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_weaver.kernels.common import Impl, expect, expect_dense_last, use_triton
+from vllm_weaver.kernels.weaver_linear import launch_options, wait_for_inputs
 
 _MAX_POOL = 1024
-_VALUE_BITS = 32
+_SMALLEST_BLOCK = 4096
+_LARGEST_BLOCK = 16384
+_FINAL_KEYS = 16384  # what the last program of a row should hold at most
+_BITS = {torch.bfloat16: 16, torch.float16: 19}  # leading bits of the fp32 value that can differ; else 32
+_NONE = tl.constexpr(-(1 << 31))  # below the key of every finite logit
 
 
 def candidate_pool_reference(
@@ -42,82 +48,74 @@ def candidate_pool_reference(
 
 
 @triton.jit
-def _keep_largest(
-    keys,  # [BLOCK] int64, distinct, negative: no key
-    out_ptr,  # [P]
+def _largest(
+    keys,  # [BLOCK]
     P,
-    BITS,
-    BLOCK_P: tl.constexpr,  # a power of two >= P
+    BITS: tl.constexpr,
 ):
-    """Stores the P largest keys in any order, then -1."""
-    threshold = tl.full((), 0, tl.int64)
+    """Which of the keys are the P largest, ties to the earlier ones, and the place of each among these."""
+    threshold = tl.full((), -(1 << 31), tl.int32)
     for step in range(BITS):
-        higher = threshold | (tl.full((), 1, tl.int64) << (BITS - 1 - step))
+        higher = threshold ^ (tl.full((), 1, tl.int32) << (31 - step))  # the order's bit, as 1 above 0
         enough = tl.sum((keys >= higher).to(tl.int32), axis=0) >= P
         threshold = tl.where(enough, higher, threshold)
-    kept = keys >= threshold
-    place = tl.cumsum(kept.to(tl.int32), axis=0) - 1
-    tl.store(out_ptr + place, keys, mask=kept)
-    rest = tl.arange(0, BLOCK_P)
-    none = tl.full((BLOCK_P,), -1, tl.int64)
-    tl.store(out_ptr + rest, none, mask=(rest >= tl.sum(kept.to(tl.int32), axis=0)) & (rest < P))
+    threshold = threshold >> (32 - BITS)
+    leading = keys >> (32 - BITS)
+    above = leading > threshold
+    level = (leading == threshold) & (keys > _NONE)
+    # One scan counts both: those above (fewer than P <= 1024) in the low bits, those level in the others.
+    counts = tl.cumsum(above.to(tl.int32) + (level.to(tl.int32) << 12), axis=0)
+    spare = P - tl.sum(above.to(tl.int32), axis=0)
+    level_count = counts >> 12
+    kept = above | (level & (level_count <= spare))
+    place = (counts & 0xFFF) + tl.minimum(level_count, spare) - 1
+    return kept, place
 
 
 @triton.jit
 def _select_logits_kernel(
     logits_ptr,  # [M, >= vocab_size]
-    keys_ptr,  # [M, S, P] out
+    keys_ptr,  # [M, S, P] out, then the lowest number
+    ids_ptr,  # [M, S, P] out, undefined beside the lowest number
     max_ptr,  # [M, S] out, largest finite logit of the block
     sum_ptr,  # [M, S] out, sum of exp(logit - max) over the block
     logits_stride,
     vocab_size,
     S,
     P,
-    ID_BITS: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # a power of two >= P
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(logits_ptr + row * logits_stride + column, mask=column < vocab_size, other=float("-inf"))
     value = value.to(tl.float32)
     finite = tl.abs(value) < float("inf")  # false for NaN
-    value = tl.where(value == 0, 0.0, value)  # -0.0 and 0.0 are equal
-    bits = value.to(tl.int32, bitcast=True)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
-    reversed_id = ((1 << ID_BITS) - 1 - column).to(tl.int64)
-    keys = tl.where(finite, (ordered << ID_BITS) | reversed_id, -1)
     at = row * S + block
-    _keep_largest(keys, keys_ptr + at * P, P, BITS, BLOCK_P)
     top = tl.max(tl.where(finite, value, float("-inf")), axis=0)
     top_or_zero = tl.where(top > float("-inf"), top, 0.0)
     tl.store(max_ptr + at, top)
     tl.store(sum_ptr + at, tl.sum(tl.where(finite, tl.exp(value - top_or_zero), 0.0), axis=0))
-
-
-@triton.jit
-def _select_keys_kernel(
-    keys_ptr,  # [M, n]
-    out_ptr,  # [M, S, P] out
-    n,
-    S,
-    P,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    keys = tl.load(keys_ptr + row * n + at, mask=at < n, other=-1)
-    _keep_largest(keys, out_ptr + (row * S + block) * P, P, BITS, BLOCK_P)
+    value = tl.where(value == 0, 0.0, value)  # -0.0 and 0.0 are equal
+    bits = value.to(tl.int32, bitcast=True)
+    keys = tl.where(finite, bits ^ ((bits >> 31) & 0x7FFFFFFF), _NONE)
+    kept, place = _largest(keys, P, BITS)
+    tl.store(keys_ptr + at * P + place, keys, mask=kept)
+    tl.store(ids_ptr + at * P + place, column, mask=kept)
+    rest = tl.arange(0, BLOCK_P)
+    empty = (rest >= tl.sum(kept.to(tl.int32), axis=0)) & (rest < P)
+    tl.store(keys_ptr + at * P + rest, tl.full((BLOCK_P,), _NONE, tl.int32), mask=empty)
 
 
 @triton.jit
 def _finish_kernel(
-    keys_ptr,  # [M, P]
+    keys_ptr,  # [M, S * P]
+    block_ids_ptr,  # [M, S * P]
+    kept_ptr,  # [M, 2, P] scratch: keys that are kept, and where they were
     max_ptr,  # [M, S]
     sum_ptr,  # [M, S]
     values_ptr,  # [M, P] out
@@ -125,28 +123,39 @@ def _finish_kernel(
     logsumexp_ptr,  # [M] out
     S,
     P,
-    ID_BITS: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,  # a power of two >= S * P
     BLOCK_S: tl.constexpr,  # a power of two >= S
     BLOCK_P: tl.constexpr,  # a power of two >= P
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK_P)
-    keys = tl.load(keys_ptr + row * P + at, mask=at < P, other=-1)
+    at = tl.arange(0, BLOCK)
+    kept_ptr += row * 2 * P
+    keys = tl.load(keys_ptr + row * S * P + at, mask=at < S * P, other=_NONE)
+    kept, place = _largest(keys, P, BITS)
+    count = tl.sum(kept.to(tl.int32), axis=0)
+    tl.store(kept_ptr + place, keys, mask=kept)
+    tl.store(kept_ptr + P + place, at, mask=kept)
+    tl.debug_barrier()  # they are read back by other threads than wrote them
+    own = tl.arange(0, BLOCK_P)
+    found = own < count
+    key = tl.load(kept_ptr + own, mask=found, other=_NONE)
     rank = tl.zeros((BLOCK_P,), dtype=tl.int32)
     for start in range(0, P, CHUNK):
         other = start + tl.arange(0, CHUNK)
-        rival = tl.load(keys_ptr + row * P + other, mask=other < P, other=-1)
-        rank += tl.sum((rival[None, :] > keys[:, None]).to(tl.int32), axis=1)
-    found = keys >= 0
-    ordered = ((keys >> ID_BITS) - 0x80000000).to(tl.int32)
-    value = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    mask = (1 << ID_BITS) - 1
-    tl.store(values_ptr + row * P + rank, value, mask=found)
-    tl.store(ids_ptr + row * P + rank, mask - (keys & mask), mask=found)
-    empty = (at >= tl.sum(found.to(tl.int32), axis=0)) & (at < P)
-    tl.store(values_ptr + row * P + at, tl.full((BLOCK_P,), float("-inf"), tl.float32), mask=empty)
-    tl.store(ids_ptr + row * P + at, tl.full((BLOCK_P,), -1, tl.int64), mask=empty)
+        rival = tl.load(kept_ptr + other, mask=other < count, other=_NONE)[:, None]
+        earlier = other[:, None] < own[None, :]
+        before = (rival > key[None, :]) | ((rival == key[None, :]) & earlier)
+        rank += tl.sum(before.to(tl.int32), axis=0)
+    source = tl.load(kept_ptr + P + own, mask=found, other=0)
+    token = tl.load(block_ids_ptr + row * S * P + source, mask=found, other=-1)
+    value = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    rank = tl.where(found, rank, own)
+    tl.store(values_ptr + row * P + rank, tl.where(found, value, float("-inf")), mask=own < P)
+    tl.store(ids_ptr + row * P + rank, token.to(tl.int64), mask=own < P)
 
     block = tl.arange(0, BLOCK_S)
     part = tl.load(max_ptr + row * S + block, mask=block < S, other=float("-inf"))
@@ -186,33 +195,35 @@ def candidate_pool(
     if num_rows == 0:
         return values, ids, logsumexp
     block_p = triton.next_power_of_2(pool_size)
-    block = max(4096, 4 * block_p)
-    id_bits = max(1, (vocab_size - 1).bit_length())
-    bits = _VALUE_BITS + id_bits
-    meta = {"BITS": bits, "BLOCK": block, "BLOCK_P": block_p}
+    block = triton.next_power_of_2(triton.cdiv(vocab_size * pool_size, _FINAL_KEYS))
+    block = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, 2 * block_p, block))
     num_blocks = triton.cdiv(vocab_size, block)
+    final = triton.next_power_of_2(num_blocks * pool_size)
+    bits = _BITS.get(logits.dtype, 32)
     largest = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
     sums = torch.empty_like(largest)
-    keys = torch.empty(num_rows, num_blocks, pool_size, dtype=torch.int64, device=device)
+    keys = torch.empty(num_rows, num_blocks, pool_size, dtype=torch.int32, device=device)
+    block_ids = torch.empty_like(keys)
     _select_logits_kernel[(num_rows, num_blocks)](
         logits,
         keys,
+        block_ids,
         largest,
         sums,
         logits.stride(0),
         vocab_size,
         num_blocks,
         pool_size,
-        ID_BITS=id_bits,
-        **meta,
+        BITS=bits,
+        BLOCK=block,
+        BLOCK_P=block_p,
+        num_warps=min(32, block // 512),
+        **launch_options(logits),
     )
-    while keys.shape[1] > 1:
-        count = keys.shape[1] * pool_size
-        fewer = torch.empty(num_rows, triton.cdiv(count, block), pool_size, dtype=torch.int64, device=device)
-        _select_keys_kernel[(num_rows, fewer.shape[1])](keys, fewer, count, fewer.shape[1], pool_size, **meta)
-        keys = fewer
     _finish_kernel[(num_rows,)](
         keys,
+        block_ids,
+        torch.empty(num_rows, 2, pool_size, dtype=torch.int32, device=device),
         largest,
         sums,
         values,
@@ -220,9 +231,12 @@ def candidate_pool(
         logsumexp,
         num_blocks,
         pool_size,
-        ID_BITS=id_bits,
+        BITS=bits,
+        BLOCK=final,
         BLOCK_S=triton.next_power_of_2(num_blocks),
         BLOCK_P=block_p,
-        CHUNK=16,
+        CHUNK=min(32, block_p),
+        num_warps=min(16, max(4, final // 1024)),
+        **launch_options(logits),
     )
     return values, ids, logsumexp

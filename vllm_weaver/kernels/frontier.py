@@ -2,35 +2,78 @@
 """The frontier of best-first tree growth: publishing the children of new nodes, taking the best as nodes.
 
     publish:  candidates 0 .. 7 of node i, by log-probability, become entries 8·i .. 8·i + 7 with
-              score = node score + log-probability
+              score = node score + log-softmax over the pool of the candidates' scores
 
     take:     the W best entries, ties to the lower one, become the next nodes and leave the frontier
 
 Layout: the frontier is a pair of arrays [R, 8·N], scores (−inf: no entry) and tokens; an entry's number is 8
 times its parent's slot plus the child's rank. As nodes are expanded in the order of their slots, the lower
-entry of a tie is also the earlier one. Nodes themselves are the arrays of a Tree plus their ancestor bit
-masks, all written in place.
+entry of a tie is also the earlier one. `publish_children` and `take_best` are the plain rules. The kernels
+keep a `Growth`: the same arrays, each node's path in place of its ancestor mask, and the rows of the round,
+which are what the head reads next.
 
-Floor: publish reads 12·P bytes a node and writes 96; take reads 4·8·N bytes a request and writes W nodes. One
-program a node, and one a request: neither a heap nor a sorted frontier is materialised, W maxima over
-registers do."""
+Floor: a round reads 4·P bytes a new node and 4·8·N bytes a request and writes a few hundred. One program a
+request publishes and takes, so a round costs one launch; neither a heap nor a sorted frontier is
+materialised, 8 + W maxima over registers do."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_weaver.kernels.common import Impl, expect, use_triton
+from vllm_weaver.kernels.common import expect
+from vllm_weaver.kernels.weaver_linear import launch_options, wait_for_inputs
 
 CHILDREN = 8
 """Children that an expanded node publishes at most."""
-_LONG = (torch.int64,)
-_INT = (torch.int32,)
+_SELECT_ELEMENTS = 4096  # candidates that a program holds at once
 
 
-def publish_children_reference(
+@dataclass
+class Rows:
+    """The n new nodes of each request in one round, as the head's kernels read them."""
+
+    tokens: Tensor
+    """int32 [R, n]; 0 for a row without a node."""
+    positions: Tensor
+    """int32 [R, n]; RoPE position, which is also one more than the node's pool row; 1 without a node."""
+    places: Tensor
+    """int32 [R, n]; cache row T + slot; −1 without a node."""
+
+    @classmethod
+    def empty(cls, num_requests: int, width: int, device: torch.device) -> Rows:
+        """Rows still to be written."""
+        return cls(*torch.empty(3, num_requests, width, dtype=torch.int32, device=device).unbind())
+
+
+@dataclass
+class Growth:
+    """Trees of R requests that grow in place, N node slots each; tree arrays as in `Tree`."""
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    logprobs: Tensor
+    num_nodes: Tensor
+    depth_limit: Tensor
+    """int32 [R]; a node at this depth has no children."""
+    node_limit: Tensor
+    """int32 [R]; 0 for a request without a tree."""
+    paths: Tensor
+    """int32 [R, N, A]; cache rows from the root to the node, −1 behind."""
+    frontier_scores: Tensor
+    """float32 [R, 8 · N]."""
+    frontier_tokens: Tensor
+    """int32 [R, 8 · N]; undefined where the score is −inf."""
+    depth: int
+    """The draft depth D; the cache holds T = D + 1 prompt rows before the nodes."""
+
+
+def publish_children(
     frontier_scores: Tensor,
     frontier_tokens: Tensor,
     candidate_logprobs: Tensor,
@@ -40,7 +83,13 @@ def publish_children_reference(
     depths: Tensor,
     max_depth: Tensor,
 ) -> None:
-    """The rule of `publish_children` in plain PyTorch, without a host synchronisation."""
+    """Publishes the children of the nodes `slots` in place, in plain PyTorch without a host synchronisation.
+
+    frontier_scores float [R, 8·N] and frontier_tokens int64 [R, 8·N] are written; candidate_logprobs float
+    and candidate_ids int64 [R, n, P] of the nodes in slots int32 [R, n] (outside [0, N): nothing is written);
+    logprobs float and depths int32 [R, N] of all nodes; max_depth int32 [R]: a node at that depth has no
+    children. Candidates with a negative id or a log-probability of NaN or −inf are left out; ties go to the
+    earlier candidate."""
     num_slots = logprobs.shape[1]
     missing = max(0, CHILDREN - candidate_ids.shape[-1])
     usable = (candidate_ids >= 0) & (candidate_logprobs > float("-inf"))  # false for NaN
@@ -62,7 +111,7 @@ def publish_children_reference(
             target.scatter_(1, entry, new)
 
 
-def take_best_reference(
+def take_best(
     frontier_scores: Tensor,
     frontier_tokens: Tensor,
     tokens: Tensor,
@@ -74,7 +123,13 @@ def take_best_reference(
     max_nodes: Tensor,
     width: int,
 ) -> Tensor:
-    """The rule of `take_best` in plain PyTorch, without a host synchronisation."""
+    """Appends the `width` best entries of each request's frontier to its node list; returns their slots int32
+    [R, width].
+
+    Written in place: tokens int64, parents and depths int32, logprobs float [R, N] and mask_words int32 [R,
+    N, W] at the new slots, num_nodes int32 [R], and the taken entries of frontier_scores. A request takes
+    fewer when its frontier runs dry or it reaches max_nodes int32 [R]; the rest of its slots is −1. In plain
+    PyTorch without a host synchronisation."""
     num_slots, num_words = mask_words.shape[1:]
     best, entry = torch.sort(frontier_scores, dim=1, descending=True, stable=True)
     best, entry = best[:, :width], entry[:, :width]
@@ -111,226 +166,279 @@ def take_best_reference(
 
 
 @triton.jit
-def _publish_kernel(
-    frontier_scores_ptr,  # [R, 8 * N]
-    frontier_tokens_ptr,  # [R, 8 * N]
-    candidate_logprobs_ptr,  # [R, n, P]
-    candidate_ids_ptr,  # [R, n, P]
-    slots_ptr,  # [R, n]
-    logprobs_ptr,  # [R, N]
-    depths_ptr,  # [R, N]
-    max_depth_ptr,  # [R]
-    n,
+def _start_kernel(
+    roots_ptr,  # [R]
+    max_depth_ptr,  # [R], if HAS_MAX_DEPTH
+    max_nodes_ptr,  # [R], if HAS_MAX_NODES
+    tokens_ptr,  # [R, N] out
+    parents_ptr,  # [R, N] out
+    depths_ptr,  # [R, N] out
+    logprobs_ptr,  # [R, N] out
+    num_nodes_ptr,  # [R] out
+    depth_limit_ptr,  # [R] out
+    node_limit_ptr,  # [R] out
+    paths_ptr,  # [R, N, A] out, the root's only
+    frontier_scores_ptr,  # [R, 8 * N] out
+    row_tokens_ptr,  # [R] out
+    row_positions_ptr,  # [R] out
+    row_places_ptr,  # [R] out
+    vocab_size,
+    D,
     N,
-    P,
+    HAS_MAX_DEPTH: tl.constexpr,
+    HAS_MAX_NODES: tl.constexpr,
     CHILDREN: tl.constexpr,
-    BLOCK_P: tl.constexpr,  # a power of two >= P
+    A: tl.constexpr,
+    BLOCK: tl.constexpr,  # a power of two >= 8 * N
+    PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    request = row // n
-    slot = tl.load(slots_ptr + row)
-    if (slot >= 0) & (slot < N):
-        at = tl.arange(0, BLOCK_P)
-        logprob = tl.load(candidate_logprobs_ptr + row * P + at, mask=at < P, other=float("-inf"))
-        ids = tl.load(candidate_ids_ptr + row * P + at, mask=at < P, other=-1)
-        logprob = tl.where((ids >= 0) & (logprob > float("-inf")), logprob, float("-inf"))
-        node_score = tl.load(logprobs_ptr + request * N + slot)
-        expandable = tl.load(depths_ptr + request * N + slot) < tl.load(max_depth_ptr + request)
-        child = tl.arange(0, CHILDREN)
-        scores = tl.full((CHILDREN,), float("-inf"), tl.float32)
-        tokens = tl.full((CHILDREN,), -1, tl.int64)
-        for rank in range(CHILDREN):
-            best = tl.max(logprob, axis=0)
-            first = tl.min(tl.where(logprob == best, at, BLOCK_P), axis=0)
-            token = tl.max(tl.where(at == first, ids, -1), axis=0)
-            score = node_score + best
-            live = expandable & (score > float("-inf"))
-            scores = tl.where((child == rank) & live, score, scores)
-            tokens = tl.where((child == rank) & live, token, tokens)
-            logprob = tl.where(at == first, float("-inf"), logprob)
-        entry = (request * N + slot) * CHILDREN + child
-        tl.store(frontier_scores_ptr + entry, scores)
-        tl.store(frontier_tokens_ptr + entry, tokens)
+    wait_for_inputs(PDL)
+    request = tl.program_id(0).to(tl.int64)
+    root = tl.load(roots_ptr + request)
+    usable = (root >= 0) & (root < vocab_size)
+    depth_limit = tl.full((), 0, tl.int64) + D
+    if HAS_MAX_DEPTH:
+        depth_limit = tl.minimum(depth_limit, tl.load(max_depth_ptr + request).to(tl.int64))
+    node_limit = tl.full((), 0, tl.int64) + N
+    if HAS_MAX_NODES:
+        node_limit = tl.maximum(tl.minimum(node_limit, tl.load(max_nodes_ptr + request).to(tl.int64)), 0)
+    node_limit = tl.where(usable, node_limit, 0)
+    tl.store(depth_limit_ptr + request, depth_limit.to(tl.int32))
+    tl.store(node_limit_ptr + request, node_limit.to(tl.int32))
+    tl.store(num_nodes_ptr + request, tl.minimum(node_limit, 1).to(tl.int32))
+    tl.store(row_tokens_ptr + request, tl.where(usable, root, 0).to(tl.int32))
+    tl.store(row_positions_ptr + request, 1)
+    tl.store(row_places_ptr + request, tl.where(node_limit > 0, D + 1, -1))
+    at = tl.arange(0, BLOCK)
+    inside = at < N
+    planted = (at == 0) & (node_limit > 0)
+    tl.store(tokens_ptr + request * N + at, tl.where(planted, root.to(tl.int64), -1), mask=inside)
+    tl.store(parents_ptr + request * N + at, tl.full((BLOCK,), -1, tl.int32), mask=inside)
+    tl.store(depths_ptr + request * N + at, tl.zeros((BLOCK,), tl.int32), mask=inside)
+    tl.store(logprobs_ptr + request * N + at, tl.where(planted, 0.0, float("-inf")), mask=inside)
+    entries = frontier_scores_ptr + request * N * CHILDREN
+    tl.store(entries + at, tl.full((BLOCK,), float("-inf"), tl.float32), mask=at < N * CHILDREN)
+    step = tl.arange(0, A)
+    tl.store(paths_ptr + request * N * A + step, tl.where(step == 0, D + 1, -1))
 
 
 @triton.jit
-def _take_kernel(
-    frontier_scores_ptr,  # [R, 8 * N]
-    frontier_tokens_ptr,  # [R, 8 * N]
+def _select_kernel(
+    scores_ptr,  # [R, n, P]
+    pool_ids_ptr,  # [R, D, P]
+    row_positions_ptr,  # [R, n]
+    row_places_ptr,  # [R, n]
     tokens_ptr,  # [R, N]
     parents_ptr,  # [R, N]
     depths_ptr,  # [R, N]
     logprobs_ptr,  # [R, N]
-    mask_words_ptr,  # [R, N, W]
     num_nodes_ptr,  # [R]
-    max_nodes_ptr,  # [R]
-    slots_ptr,  # [R, width] out
+    depth_limit_ptr,  # [R]
+    node_limit_ptr,  # [R]
+    paths_ptr,  # [R, N, A]
+    frontier_scores_ptr,  # [R, 8 * N]
+    frontier_tokens_ptr,  # [R, 8 * N]
+    next_tokens_ptr,  # [R, width] out
+    next_positions_ptr,  # [R, width] out
+    next_places_ptr,  # [R, width] out
+    n,
+    P,
+    D,
     N,
-    W,
     width,
     CHILDREN: tl.constexpr,
+    A: tl.constexpr,
+    ROWS: tl.constexpr,  # nodes published at once
+    BLOCK_P: tl.constexpr,  # a power of two >= P
     BLOCK: tl.constexpr,  # a power of two >= 8 * N
     BLOCK_WIDTH: tl.constexpr,  # a power of two >= width
-    WORDS: tl.constexpr,  # a power of two >= W
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     request = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    entries = request * N * CHILDREN
-    scores = tl.load(frontier_scores_ptr + entries + at, mask=at < N * CHILDREN, other=float("-inf"))
+    nodes = request * N
+    entries = nodes * CHILDREN
+    candidate = tl.arange(0, BLOCK_P)
+    child = tl.arange(0, CHILDREN)
+    depth_limit = tl.load(depth_limit_ptr + request)
     first_slot = tl.load(num_nodes_ptr + request)
-    limit = tl.minimum(tl.load(max_nodes_ptr + request), N)
+    room = tl.minimum(tl.load(node_limit_ptr + request), N) - first_slot
+    for start in range(0, n, ROWS):
+        index = start + tl.arange(0, ROWS)
+        row = request * n + index
+        slot = tl.load(row_places_ptr + row, mask=index < n, other=-1) - D - 1
+        known = (slot >= 0) & (slot < N)
+        score = tl.load(
+            scores_ptr + row[:, None] * P + candidate[None, :],
+            mask=known[:, None] & (candidate < P)[None, :],
+            other=float("-inf"),
+        )
+        top = tl.max(score, axis=1)
+        score -= tl.where(top > float("-inf"), top, 0.0)[:, None]
+        total = tl.sum(tl.exp(score), axis=1)
+        score -= tl.log(tl.where(total > 0, total, 1.0))[:, None]
+        best = tl.full((ROWS, CHILDREN), float("-inf"), tl.float32)
+        chosen = tl.zeros((ROWS, CHILDREN), tl.int32)
+        for rank in tl.static_range(CHILDREN):
+            value, place = tl.max(score, axis=1, return_indices=True)
+            best = tl.where(child[None, :] == rank, value[:, None], best)
+            chosen = tl.where(child[None, :] == rank, place[:, None], chosen)
+            score = tl.where(candidate[None, :] == place[:, None], float("-inf"), score)
+        open_ = known & (tl.load(depths_ptr + nodes + slot, mask=known, other=0) < depth_limit)
+        best += tl.load(logprobs_ptr + nodes + slot, mask=known, other=float("-inf"))[:, None]
+        best = tl.where(open_[:, None], best, float("-inf"))
+        pool = request * D + tl.load(row_positions_ptr + row, mask=known, other=1) - 1
+        found = best > float("-inf")
+        token = tl.load(pool_ids_ptr + pool[:, None] * P + chosen, mask=found, other=-1)
+        entry = entries + slot[:, None] * CHILDREN + child[None, :]
+        tl.store(frontier_scores_ptr + entry, best, mask=known[:, None])
+        tl.store(frontier_tokens_ptr + entry, token.to(tl.int32), mask=found)
+    tl.debug_barrier()  # the frontier is read back with other threads than wrote it
+
+    at = tl.arange(0, BLOCK)
+    scores = tl.load(frontier_scores_ptr + entries + at, mask=at < N * CHILDREN, other=float("-inf"))
     place = tl.arange(0, BLOCK_WIDTH)
-    word = tl.arange(0, WORDS)
-    slots = tl.full((BLOCK_WIDTH,), -1, tl.int32)
-    slot = first_slot
-    for index in range(width):
-        best = tl.max(scores, axis=0)
-        if (best > float("-inf")) & (slot < limit):
-            entry = tl.min(tl.where(scores == best, at, BLOCK), axis=0)
-            parent = entry // CHILDREN
-            node = request * N + slot
-            above = request * N + parent
-            tl.store(tokens_ptr + node, tl.load(frontier_tokens_ptr + entries + entry))
-            tl.store(parents_ptr + node, parent)
-            tl.store(depths_ptr + node, tl.load(depths_ptr + above) + 1)
-            tl.store(logprobs_ptr + node, best)
-            words = tl.load(mask_words_ptr + above * W + word, mask=word < W, other=0)
-            bit = tl.full((), 1, tl.int32) << (slot % 32)
-            words = tl.where(word == slot // 32, words | bit, words)
-            tl.store(mask_words_ptr + node * W + word, words, mask=word < W)
-            tl.store(frontier_scores_ptr + entries + entry, float("-inf"))
-            scores = tl.where(at == entry, float("-inf"), scores)
-            slots = tl.where(place == index, slot, slots)
-            slot += 1
-    tl.store(slots_ptr + request * width + place, slots, mask=place < width)
-    tl.store(num_nodes_ptr + request, slot)
-
-
-def publish_children(
-    frontier_scores: Tensor,
-    frontier_tokens: Tensor,
-    candidate_logprobs: Tensor,
-    candidate_ids: Tensor,
-    slots: Tensor,
-    logprobs: Tensor,
-    depths: Tensor,
-    max_depth: Tensor,
-    *,
-    impl: Impl = "auto",
-) -> None:
-    """Publishes the children of the nodes `slots` in place.
-
-    frontier_scores float [R, 8·N] and frontier_tokens int64 [R, 8·N] are written; candidate_logprobs float
-    and candidate_ids int64 [R, n, P] of the nodes in slots int32 [R, n] (outside [0, N): nothing is written);
-    logprobs float and depths int32 [R, N] of all nodes; max_depth int32 [R]: a node at that depth has no
-    children. Candidates with a negative id or a log-probability of NaN or −inf are left out; ties go to the
-    earlier candidate. All tensors contiguous; fp32 for Triton. `ValueError` for wrong shapes, dtypes or
-    devices."""
-    num_requests, num_slots = logprobs.shape
-    num_rows, pool_size = candidate_ids.shape[1:]
-    device = logprobs.device
-    rows = (num_requests, num_rows)
-    expect("frontier_scores", frontier_scores, (num_requests, CHILDREN * num_slots), device=device)
-    expect(
-        "frontier_tokens", frontier_tokens, (num_requests, CHILDREN * num_slots), device=device, dtypes=_LONG
+    score = tl.full((BLOCK_WIDTH,), float("-inf"), tl.float32)
+    entry = tl.zeros((BLOCK_WIDTH,), tl.int32)
+    for turn in range(width):
+        value, where = tl.max(scores, axis=0, return_indices=True)
+        score = tl.where(place == turn, value, score)
+        entry = tl.where(place == turn, where, entry)
+        scores = tl.where(at == where, float("-inf"), scores)
+    taken = (score > float("-inf")) & (place < room)
+    parent = entry // CHILDREN
+    slot = first_slot + place
+    token = tl.load(frontier_tokens_ptr + entries + entry, mask=taken, other=0)
+    depth = tl.load(depths_ptr + nodes + parent, mask=taken, other=-1) + 1
+    step = tl.arange(0, A)
+    path = tl.load(paths_ptr + (nodes + parent)[:, None] * A + step[None, :], mask=taken[:, None], other=-1)
+    path = tl.where(step[None, :] == depth[:, None], (slot + D + 1)[:, None], path)
+    tl.store(paths_ptr + (nodes + slot)[:, None] * A + step[None, :], path, mask=taken[:, None])
+    tl.store(tokens_ptr + nodes + slot, token.to(tl.int64), mask=taken)
+    tl.store(parents_ptr + nodes + slot, parent, mask=taken)
+    tl.store(depths_ptr + nodes + slot, depth, mask=taken)
+    tl.store(logprobs_ptr + nodes + slot, score, mask=taken)
+    tl.store(
+        frontier_scores_ptr + entries + entry, tl.full((BLOCK_WIDTH,), float("-inf"), tl.float32), mask=taken
     )
-    expect("candidate_logprobs", candidate_logprobs, (*rows, pool_size), device=device)
-    expect("candidate_ids", candidate_ids, (*rows, pool_size), device=device, dtypes=_LONG)
-    expect("slots", slots, rows, device=device, dtypes=_INT)
-    expect("depths", depths, (num_requests, num_slots), device=device, dtypes=_INT)
-    expect("max_depth", max_depth, (num_requests,), device=device, dtypes=_INT)
-    arrays = (
-        frontier_scores,
-        frontier_tokens,
-        candidate_logprobs,
-        candidate_ids,
-        slots,
-        logprobs,
-        depths,
-        max_depth,
-    )
-    if not use_triton(logprobs, impl):
-        publish_children_reference(*arrays)
-        return
-    _expect_kernel_arrays(arrays)
-    _publish_kernel[(num_requests * num_rows,)](
-        *arrays,
-        num_rows,
-        num_slots,
-        pool_size,
-        CHILDREN=CHILDREN,
-        BLOCK_P=triton.next_power_of_2(pool_size),
-    )
+    tl.store(num_nodes_ptr + request, first_slot + tl.sum(taken.to(tl.int32), axis=0))
+    out = request * width + place
+    inside = place < width
+    tl.store(next_tokens_ptr + out, token, mask=inside)
+    tl.store(next_positions_ptr + out, tl.where(taken, tl.minimum(depth, D - 1) + 1, 1), mask=inside)
+    tl.store(next_places_ptr + out, tl.where(taken, slot + D + 1, -1), mask=inside)
 
 
-def take_best(
-    frontier_scores: Tensor,
-    frontier_tokens: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    logprobs: Tensor,
-    mask_words: Tensor,
-    num_nodes: Tensor,
-    max_nodes: Tensor,
-    width: int,
-    *,
-    impl: Impl = "auto",
-) -> Tensor:
-    """Appends the `width` best entries of each request's frontier to its node list; returns their slots int32
-    [R, width].
+def start_growth(
+    roots: Tensor,
+    num_slots: int,
+    depth: int,
+    vocab_size: int,
+    max_depth: Tensor | None = None,
+    max_nodes: Tensor | None = None,
+) -> tuple[Growth, Rows]:
+    """Trees of a root each (none where it is outside [0, vocab_size)), and the roots as rows to expand.
 
-    Written in place: tokens int64, parents and depths int32, logprobs float [R, N] and mask_words int32 [R,
-    N, W] at the new slots, num_nodes int32 [R], and the taken entries of frontier_scores. A request takes
-    fewer when its frontier runs dry or it reaches max_nodes int32 [R]; the rest of its slots is −1. All
-    tensors contiguous; fp32 for Triton. `ValueError` for wrong shapes, dtypes or devices."""
-    num_requests, num_slots = tokens.shape
-    device = tokens.device
+    roots [R], and the limits max_depth and max_nodes [R] of single requests, are any integers."""
+    num_requests, device = len(roots), roots.device
+    expect("roots", roots, (None,), device=device)
+    for name, limit in (("max_depth", max_depth), ("max_nodes", max_nodes)):
+        if limit is not None:
+            expect(name, limit, (num_requests,), device=device)
+    path_length = triton.next_power_of_2(depth + 1)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int32, device=device)
+
     nodes = (num_requests, num_slots)
-    expect("frontier_scores", frontier_scores, (num_requests, CHILDREN * num_slots), device=device)
-    expect(
-        "frontier_tokens", frontier_tokens, (num_requests, CHILDREN * num_slots), device=device, dtypes=_LONG
+    growth = Growth(
+        tokens=torch.empty(nodes, dtype=torch.int64, device=device),
+        parents=integers(*nodes),
+        depths=integers(*nodes),
+        logprobs=torch.empty(nodes, dtype=torch.float32, device=device),
+        num_nodes=integers(num_requests),
+        depth_limit=integers(num_requests),
+        node_limit=integers(num_requests),
+        paths=integers(*nodes, path_length),
+        frontier_scores=torch.empty(num_requests, num_slots * CHILDREN, dtype=torch.float32, device=device),
+        frontier_tokens=integers(num_requests, num_slots * CHILDREN),
+        depth=depth,
     )
-    expect("tokens", tokens, nodes, device=device, dtypes=_LONG)
-    expect("parents", parents, nodes, device=device, dtypes=_INT)
-    expect("depths", depths, nodes, device=device, dtypes=_INT)
-    expect("logprobs", logprobs, nodes, device=device)
-    expect("mask_words", mask_words, (*nodes, None), device=device, dtypes=_INT)
-    expect("num_nodes", num_nodes, (num_requests,), device=device, dtypes=_INT)
-    expect("max_nodes", max_nodes, (num_requests,), device=device, dtypes=_INT)
-    arrays = (
-        frontier_scores,
-        frontier_tokens,
-        tokens,
-        parents,
-        depths,
-        logprobs,
-        mask_words,
-        num_nodes,
-        max_nodes,
-    )
-    if not use_triton(tokens, impl):
-        return take_best_reference(*arrays, width)
-    _expect_kernel_arrays(arrays)
-    slots = torch.empty(num_requests, width, dtype=torch.int32, device=device)
-    _take_kernel[(num_requests,)](
-        *arrays,
-        slots,
+    rows = Rows.empty(num_requests, 1, device)
+    _start_kernel[(num_requests,)](
+        roots,
+        roots if max_depth is None else max_depth.contiguous(),
+        roots if max_nodes is None else max_nodes.contiguous(),
+        growth.tokens,
+        growth.parents,
+        growth.depths,
+        growth.logprobs,
+        growth.num_nodes,
+        growth.depth_limit,
+        growth.node_limit,
+        growth.paths,
+        growth.frontier_scores,
+        rows.tokens,
+        rows.positions,
+        rows.places,
+        vocab_size,
+        depth,
         num_slots,
-        mask_words.shape[2],
+        HAS_MAX_DEPTH=max_depth is not None,
+        HAS_MAX_NODES=max_nodes is not None,
+        CHILDREN=CHILDREN,
+        A=path_length,
+        BLOCK=triton.next_power_of_2(CHILDREN * num_slots),
+        **launch_options(roots),
+    )
+    return growth, rows
+
+
+def select_nodes(growth: Growth, rows: Rows, scores: Tensor, pool_ids: Tensor, width: int) -> Rows:
+    """Publishes the children of `rows` and takes the `width` best entries as nodes; returns these as rows.
+
+    scores fp32 [R, n, P]: −inf for no candidate, never NaN; pool_ids int64 [R, D, P]. Rows without a node
+    publish nothing. A request takes fewer when its frontier runs dry or it reaches its node limit."""
+    num_requests, num_slots = growth.tokens.shape
+    num_rows, device = rows.places.shape[1], growth.tokens.device
+    pool_size = pool_ids.shape[2]
+    expect("scores", scores, (num_requests, num_rows, pool_size), device=device, dtypes=(torch.float32,))
+    expect("pool_ids", pool_ids, (num_requests, growth.depth, None), device=device, dtypes=(torch.int64,))
+    if not scores.is_contiguous() or not pool_ids.is_contiguous():
+        raise ValueError("scores and pool_ids must be contiguous")
+    taken = Rows.empty(num_requests, width, device)
+    block_p = triton.next_power_of_2(pool_size)
+    block_rows = min(triton.next_power_of_2(num_rows), max(1, _SELECT_ELEMENTS // block_p))
+    _select_kernel[(num_requests,)](
+        scores,
+        pool_ids,
+        rows.positions,
+        rows.places,
+        growth.tokens,
+        growth.parents,
+        growth.depths,
+        growth.logprobs,
+        growth.num_nodes,
+        growth.depth_limit,
+        growth.node_limit,
+        growth.paths,
+        growth.frontier_scores,
+        growth.frontier_tokens,
+        taken.tokens,
+        taken.positions,
+        taken.places,
+        num_rows,
+        pool_size,
+        growth.depth,
+        num_slots,
         width,
         CHILDREN=CHILDREN,
+        A=growth.paths.shape[2],
+        ROWS=block_rows,
+        BLOCK_P=block_p,
         BLOCK=triton.next_power_of_2(CHILDREN * num_slots),
         BLOCK_WIDTH=triton.next_power_of_2(width),
-        WORDS=triton.next_power_of_2(mask_words.shape[2]),
+        num_warps=4 if block_rows * block_p <= 1024 else 8,
+        **launch_options(scores),
     )
-    return slots
-
-
-def _expect_kernel_arrays(arrays: tuple[Tensor, ...]) -> None:
-    for index, array in enumerate(arrays):
-        if not array.is_contiguous() or array.dtype == torch.float64:
-            raise ValueError(
-                f"argument {index} is {array.dtype} with strides {array.stride()}; "
-                "the Triton kernel needs contiguous arrays and fp32 numbers"
-            )
+    return taken

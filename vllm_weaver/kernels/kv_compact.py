@@ -8,11 +8,12 @@ Node i of a request's tree was written at cache position base + i. For d = 1, 2,
 (the root is already in place). path[d] >= d, because nodes are in topological order, so copying in ascending
 order never overwrites a row that is still to be read.
 
-Buffers: paged caches [num_blocks, block_size, ...], one view for K and one for V of each layer, reached
-through a table of pointers that is made once. Rows are copied as machine words, whatever their dtype.
+Buffers: paged caches [num_blocks, block_size, ...], views that cover K and V of each layer, and the block
+table [R, M] of the group that each belongs to; both are reached through a table of pointers that is made
+once, so one launch serves all layers of all groups. Rows are copied as machine words, whatever their dtype.
 
 Floor for a path of p nodes: p - 1 rows read and written in every cache. The kernel holds one tile of 16 rows
-by 128 words; nothing else is materialised.
+by 64 words; nothing else is materialised.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ _TL_WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 class KvCompactPlan:
     """What `kv_compact` needs to know of a set of caches, worked out once.
 
-    caches: the views themselves, [num_blocks, block_size, ...]. pointers int64 [caches]: their addresses, on
+    caches: the views themselves, [num_blocks, block_size, ...]; block_tables: theirs, int32 [R, M] that stay
+    where they are. pointers int64 [caches, 4]: address, and address, row stride and M of the block table, on
     their device. word: bytes copied at a time. A row is `outer` runs of `inner` words; all strides are in
     words.
     """
 
     caches: tuple[Tensor, ...]
+    block_tables: tuple[Tensor, ...]
     pointers: Tensor
     word: int
     outer: int
@@ -53,11 +56,12 @@ class KvCompactPlan:
     stride_inner: int
 
     @classmethod
-    def build(cls, caches: Sequence[Tensor]) -> KvCompactPlan:
+    def build(cls, caches: Sequence[Tensor], block_tables: Sequence[Tensor]) -> KvCompactPlan:
         """Makes the plan; copies the addresses to the device, so not for use within a step.
 
-        Raises `ValueError` when there is no cache, when the caches do not agree in shape, strides, dtype and
-        device, or when a row of them is not one run of elements or several runs at one stride.
+        block_tables: the table of every cache, often the same object. Raises `ValueError` when there is no
+        cache, when the caches do not agree in shape, strides, dtype and device, when a row of them is not one
+        run of elements or several runs at one stride, or when a block table does not fit.
         """
         if not caches:
             raise ValueError("kv_compact was given no cache; it needs at least one")
@@ -69,6 +73,12 @@ class KvCompactPlan:
         for i, fact in enumerate(facts):
             if fact != facts[0]:
                 raise ValueError(f"cache {i} (shape, strides, dtype, device) is {fact}; cache 0 {facts[0]}")
+
+        if len(block_tables) != len(caches):
+            raise ValueError(f"there are {len(block_tables)} block tables for {len(caches)} caches")
+        for table in block_tables:
+            expect("block_table", table, (None, None), device=first.device, dtypes=(torch.int32,))
+            expect_dense_last("block_table", table)
 
         # The order of a row's elements does not matter to a copy: smallest stride first, dense ones merged.
         runs: list[tuple[int, int]] = []  # (stride, size)
@@ -88,7 +98,15 @@ class KvCompactPlan:
         word = gcd(8, item * inner if stride_inner == 1 else item, *strides, *addresses)
         return cls(
             caches=tuple(caches),
-            pointers=torch.tensor(addresses, dtype=torch.int64, device=first.device),
+            block_tables=tuple(block_tables),
+            pointers=torch.tensor(
+                [
+                    (address, table.data_ptr(), table.stride(0), table.shape[1])
+                    for address, table in zip(addresses, block_tables, strict=True)
+                ],
+                dtype=torch.int64,
+                device=first.device,
+            ),
             word=word,
             outer=outer,
             inner=inner * item // word,
@@ -100,27 +118,22 @@ class KvCompactPlan:
 
 
 def kv_compact_reference(
-    caches: Sequence[Tensor],
-    block_table: Tensor,
-    base: Tensor,
-    path: Tensor,
-    num_path: Tensor,
-    num_nodes: Tensor,
+    plan: KvCompactPlan, base: Tensor, path: Tensor, num_path: Tensor, num_nodes: Tensor
 ) -> None:
     """`kv_compact` in plain PyTorch: gather everything, then scatter."""
-    num_blocks, block_size = caches[0].shape[:2]
+    num_blocks, block_size = plan.caches[0].shape[:2]
     depth = torch.arange(path.shape[1], device=path.device)
     wanted = (depth > 0) & (depth < path_lengths(path, num_path, num_nodes)[:, None])
     request, d = wanted.nonzero(as_tuple=True)
     first = base[request].long()
     positions = torch.stack((first + path[request, d], first + d))  # from, to
     columns = positions // block_size
-    known = (positions >= 0) & (columns < block_table.shape[1])
-    blocks = block_table[request, columns.where(known, 0)].long()
-    known &= (blocks > 0) & (blocks < num_blocks)
-    use = known.all(0) & (positions[0] != positions[1])
-    (from_block, to_block), (from_row, to_row) = blocks[:, use], (positions % block_size)[:, use]
-    for cache in caches:
+    for cache, table in zip(plan.caches, plan.block_tables, strict=True):
+        known = (positions >= 0) & (columns < table.shape[1])
+        blocks = table[request, columns.where(known, 0)].long()
+        known &= (blocks > 0) & (blocks < num_blocks)
+        use = known.all(0) & (positions[0] != positions[1])
+        (from_block, to_block), (from_row, to_row) = blocks[:, use], (positions % block_size)[:, use]
         rows = cache.view(_WORDS[cache.element_size()])  # copied as bits: fp8 has no indexed copy everywhere
         rows[to_block, to_row] = rows[from_block, from_row]
 
@@ -136,13 +149,11 @@ def _locate(position, block_table_ptr, M, num_blocks, BLOCK_SIZE: tl.constexpr, 
 
 @triton.jit
 def _kv_compact_kernel(
-    pointers_ptr,  # [caches] addresses of words
-    block_table_ptr,  # [R, M]
+    pointers_ptr,  # [caches, 4] address of words, address of a block table [R, M], its row stride, M
     base_ptr,  # [R]
     path_ptr,  # [R, N]
     num_path_ptr,  # [R]
     num_nodes_ptr,  # [R]
-    stride_table,
     stride_block,
     stride_row,
     stride_outer,
@@ -150,7 +161,6 @@ def _kv_compact_kernel(
     outer,
     inner,
     num_blocks,
-    M,
     N,
     WORD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -160,13 +170,17 @@ def _kv_compact_kernel(
 ):
     r = tl.program_id(2)
     path_ptr += r.to(tl.int64) * N
-    n = tl.load(num_nodes_ptr + r)
-    length = load_path_length(path_ptr, tl.load(num_path_ptr + r), n, N, BLOCK_PATH)
+    pointers_ptr += tl.program_id(1) * 4
+    # All at once: on the way to the rows every load that waits for another one costs as much as the copy.
+    cache = tl.load(pointers_ptr).to(tl.pointer_type(WORD))
+    block_table_ptr = tl.load(pointers_ptr + 1).to(tl.pointer_type(tl.int32))
+    block_table_ptr += r * tl.load(pointers_ptr + 2)
+    M = tl.load(pointers_ptr + 3)
+    base = tl.load(base_ptr + r).to(tl.int64)
+    num_path, n = tl.load(num_path_ptr + r), tl.load(num_nodes_ptr + r)
+    length = load_path_length(path_ptr, num_path, n, N, BLOCK_PATH)
     if length <= 1:
         return
-    cache = tl.load(pointers_ptr + tl.program_id(1)).to(tl.pointer_type(WORD))
-    base = tl.load(base_ptr + r).to(tl.int64)
-    block_table_ptr += r.to(tl.int64) * stride_table
     element = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     offset = (element // inner).to(tl.int64) * stride_outer + (element % inner) * stride_inner
     for at in range(1, length, BLOCK_D):
@@ -187,8 +201,7 @@ def _kv_compact_kernel(
 
 
 def kv_compact(
-    caches: Sequence[Tensor] | KvCompactPlan,
-    block_table: Tensor,
+    plan: KvCompactPlan,
     base: Tensor,
     path: Tensor,
     num_path: Tensor,
@@ -196,20 +209,16 @@ def kv_compact(
     num_nodes: Tensor,
     impl: Impl = "auto",
 ) -> None:
-    """Compacts the accepted path of every request in all `caches`, in place.
+    """Compacts the accepted path of every request in all caches of the plan, in place.
 
-    caches: views [num_blocks, block_size, ...] that agree in shape, strides, dtype (any, copied as bits) and
-    device, or a `KvCompactPlan` built from them once; block_table int32 [R, M]; base int32 or int64 [R], the
-    position of node 0; path int32 [R, N], num_path and num_nodes int32 [R] as `accepted_path` reads them.
+    base int32 or int64 [R], the position of node 0; path int32 [R, N], num_path and num_nodes int32 [R] as
+    `accepted_path` reads them. The plan's block tables have R rows or more, in the same order.
 
     Block ids <= 0 (block 0 is vLLM's null block) or out of range, and positions outside the table, are never
     read or written: that row's copy is left out. Raises `ValueError` for arguments that do not fit.
     """
-    plan = caches if isinstance(caches, KvCompactPlan) else KvCompactPlan.build(caches)
     requests, slots = path.shape
     device = plan.pointers.device
-    expect("block_table", block_table, (requests, None), device=device, dtypes=(torch.int32,))
-    expect_dense_last("block_table", block_table)
     expect("base", base, (requests,), device=device, dtypes=(torch.int32, torch.int64))
     expect_indices(
         device,
@@ -217,16 +226,19 @@ def kv_compact(
         ("num_path", num_path, (requests,)),
         ("num_nodes", num_nodes, (requests,)),
     )
+    rows = min(len(table) for table in plan.block_tables)
+    if rows < requests:
+        raise ValueError(f"path has {requests} requests, but a block table of the plan has {rows} rows")
     if not use_triton(path, impl):
-        kv_compact_reference(plan.caches, block_table, base, path, num_path, num_nodes)
+        kv_compact_reference(plan, base, path, num_path, num_nodes)
         return
-    block_e = 128
+    block_e = 64  # with 16 rows of 8-byte words: as many loads in flight as registers allow
     num_blocks, block_size = plan.caches[0].shape[:2]
     tiles = triton.cdiv(plan.outer * plan.inner, block_e)
     _kv_compact_kernel[(tiles, len(plan.caches), requests)](
-        plan.pointers, block_table, base.contiguous(), path, num_path, num_nodes,
-        block_table.stride(0), plan.stride_block, plan.stride_row, plan.stride_outer, plan.stride_inner,
-        plan.outer, plan.inner, num_blocks, block_table.shape[1], slots,
+        plan.pointers, base.contiguous(), path, num_path, num_nodes,
+        plan.stride_block, plan.stride_row, plan.stride_outer, plan.stride_inner,
+        plan.outer, plan.inner, num_blocks, slots,
         WORD=_TL_WORDS[plan.word],
         BLOCK_SIZE=block_size,
         BLOCK_PATH=triton.next_power_of_2(slots),

@@ -10,7 +10,8 @@ column j is column j - 1. The commit leaves the last W - 1 inputs of the accepte
 the old state, in columns 0..W-2, oldest first.
 
 Buffers: packed token rows [T, C]; state [slots, C, S]. Windows of W inputs are never materialised: a tile of
-nodes climbs its parents and accumulates in registers.
+nodes climbs its parents and accumulates in registers. A verify step runs the convolution inside
+`gdn_prepare`, through `conv_tile`; the commit reaches the states of all layers in one launch.
 
 Floor for one request of n nodes: n C inputs and (W - 1) C state elements read, n C outputs written, n W C
 multiply-adds; the commit reads and writes (W - 1) C elements.
@@ -28,11 +29,10 @@ from torch import Tensor
 
 from vllm_weaver.kernels.accepted_path import load_path_length, path_lengths
 from vllm_weaver.kernels.ancestors import count_usable_nodes, load_usable_count
-from vllm_weaver.kernels.common import Impl, expect, expect_indices, use_triton
+from vllm_weaver.kernels.common import Impl, expect, expect_dense_last, expect_indices, use_triton
+from vllm_weaver.kernels.gdn_buffers import FLOATS, TL_DTYPES, LayerTable, load_layer_slot
 
 Activation = Literal["silu"] | None
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def tree_conv_reference(
@@ -76,6 +76,58 @@ def tree_conv_reference(
             total = F.silu(total)
         out[rows] = total.to(out.dtype)
         out[starts[r] + n : min(starts[r + 1], starts[r] + parents.shape[1])] = 0
+
+
+@triton.jit
+def conv_tile(
+    x_ptr,  # [rows, C] of the request
+    weight_ptr,  # [C, WIDTH]
+    bias_ptr,  # [C], not read without HAS_BIAS
+    state_ptr,  # [C, S] of the request, not read without has_state
+    parents_ptr,  # [N] of the request
+    i,  # [BLOCK_N] nodes
+    valid,  # [BLOCK_N]
+    channel,  # [BLOCK_C]
+    in_c,  # [BLOCK_C]
+    has_state,
+    x_stride_t,
+    x_stride_c,
+    weight_stride_c,
+    weight_stride_w,
+    state_stride_c,
+    state_stride_s,
+    WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """fp32 convolution outputs [BLOCK_N, BLOCK_C] of some nodes and channels of one request; what is not
+    valid holds no meaning."""
+    total = tl.zeros([i.shape[0], channel.shape[0]], dtype=tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + channel, mask=in_c, other=0.0).to(tl.float32)[None, :]
+    no_state = tl.where(has_state, 0, -WIDTH)
+    at = i  # node m steps up the path; -1, -2, ...: state columns, newest first
+    for m in tl.static_range(0, WIDTH):
+        if m > 0:
+            parent = tl.load(parents_ptr + at, mask=valid & (at > 0), other=0)
+            at = tl.where(at > 0, tl.maximum(tl.minimum(parent, at - 1), 0), at - 1)
+        from_x = tl.load(
+            x_ptr + at[:, None] * x_stride_t + channel[None, :] * x_stride_c,
+            mask=(valid & (at >= 0))[:, None] & in_c[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        from_state = tl.load(
+            state_ptr + channel[None, :] * state_stride_c + (WIDTH - 1 + at)[:, None] * state_stride_s,
+            mask=(valid & (at < no_state))[:, None] & in_c[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        tap = tl.load(
+            weight_ptr + channel * weight_stride_c + (WIDTH - 1 - m) * weight_stride_w, mask=in_c, other=0.0
+        ).to(tl.float32)
+        total += (from_x + from_state) * tap[None, :]
+    if SILU:
+        total = total * tl.sigmoid(total)
+    return total
 
 
 @triton.jit
@@ -128,29 +180,11 @@ def _tree_conv_kernel(
     out_ptr += first * out_stride_t
 
     valid = i < n
-    total = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float32)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + channel, mask=in_c, other=0.0).to(tl.float32)[None, :]
-    at = i  # node m steps up the path; -1, -2, ...: state columns, newest first
-    for m in tl.static_range(0, WIDTH):
-        if m > 0:
-            at = tl.where(at > 0, tl.load(parents_ptr + at, mask=valid & (at > 0), other=0), at - 1)
-        from_x = tl.load(
-            x_ptr + at[:, None] * x_stride_t + channel[None, :] * x_stride_c,
-            mask=(valid & (at >= 0))[:, None] & in_c[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        from_state = tl.load(
-            state_ptr + channel[None, :] * state_stride_c + (WIDTH - 1 + at)[:, None] * state_stride_s,
-            mask=(valid & (at < 0))[:, None] & (channel < tl.where(has_state, C, 0))[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        tap = tl.load(
-            weight_ptr + channel * weight_stride_c + (WIDTH - 1 - m) * weight_stride_w, mask=in_c, other=0.0
-        ).to(tl.float32)
-        total += (from_x + from_state) * tap[None, :]
-    if SILU:
-        total = total * tl.sigmoid(total)
+    total = conv_tile(
+        x_ptr, weight_ptr, bias_ptr, state_ptr, parents_ptr, i, valid, channel, in_c, has_state,
+        x_stride_t, x_stride_c, weight_stride_c, weight_stride_w, state_stride_c, state_stride_s,
+        WIDTH, HAS_BIAS, SILU,
+    )  # fmt: skip
     tl.store(
         out_ptr + i[:, None] * out_stride_t + channel[None, :] * out_stride_c,
         tl.where(valid[:, None], total, 0.0).to(out_ptr.dtype.element_ty),
@@ -187,12 +221,12 @@ def tree_conv(
         raise ValueError(f"activation is {activation!r}; it must be None or 'silu'")
     channels, width = x.shape[1], weight.shape[1]
     requests, slots = parents.shape
-    expect("x", x, (None, channels), device=x.device, dtypes=_FLOATS)
-    expect("out", out, (x.shape[0], channels), device=x.device, dtypes=_FLOATS)
-    expect("weight", weight, (channels, width), device=x.device, dtypes=_FLOATS)
+    expect("x", x, (None, channels), device=x.device, dtypes=FLOATS)
+    expect("out", out, (x.shape[0], channels), device=x.device, dtypes=FLOATS)
+    expect("weight", weight, (channels, width), device=x.device, dtypes=FLOATS)
     if bias is not None:
-        expect("bias", bias, (channels,), device=x.device, dtypes=_FLOATS)
-    _expect_state(conv_state, channels, width, x.device)
+        expect("bias", bias, (channels,), device=x.device, dtypes=FLOATS)
+    expect_conv_state(conv_state, channels, width, x.device)
     expect("state_indices", state_indices, (requests,), device=x.device, dtypes=(torch.int32,))
     expect_indices(
         x.device,
@@ -230,7 +264,7 @@ def tree_conv_commit_reference(
     num_path: Tensor,
     width: int,
 ) -> None:
-    """`tree_conv_commit` in plain PyTorch, a loop over requests."""
+    """`tree_conv_commit` of one layer in plain PyTorch, a loop over requests."""
     past = width - 1
     starts = query_start_loc.tolist()
     lengths = path_lengths(path, num_path, torch.minimum(num_nodes, query_start_loc.diff())).tolist()
@@ -244,29 +278,30 @@ def tree_conv_commit_reference(
 
 @triton.jit
 def _tree_conv_commit_kernel(
-    x_ptr,  # [T, C]
-    state_ptr,  # [slots, C, S]
-    state_indices_ptr,  # [R]
+    x_ptr,  # [layers, rows, C]
+    pointers_ptr,  # [layers] addresses of states [slots, C, S]
+    index_pointers_ptr,  # [layers] addresses of state indices
+    index_strides_ptr,  # [layers]
     query_start_loc_ptr,  # [R + 1]
     num_nodes_ptr,  # [R]
     path_ptr,  # [R, N]
     num_path_ptr,  # [R]
+    x_stride_layer,
     x_stride_t,
-    x_stride_c,
-    state_indices_stride,
     state_stride_slot,
     state_stride_c,
     state_stride_s,
     num_slots,
     C,
     N,
+    DTYPE: tl.constexpr,
     PAST: tl.constexpr,  # W - 1
     BLOCK_PATH: tl.constexpr,
     BLOCK_PAST: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    r = tl.program_id(1)
-    slot = tl.load(state_indices_ptr + r * state_indices_stride).to(tl.int64)
+    layer, r = tl.program_id(1), tl.program_id(2)
+    slot = load_layer_slot(index_pointers_ptr, index_strides_ptr, layer, r)
     first = tl.load(query_start_loc_ptr + r).to(tl.int64)
     n = tl.minimum(tl.load(num_nodes_ptr + r), tl.load(query_start_loc_ptr + r + 1) - first)
     path_ptr += r.to(tl.int64) * N
@@ -279,26 +314,26 @@ def _tree_conv_commit_kernel(
     in_tile = (channel < C)[:, None] & (column < PAST)[None, :]
     source = column + length  # in the sequence of old columns and then path nodes
     old = source < PAST
+    state_ptr = tl.load(pointers_ptr + layer).to(tl.pointer_type(DTYPE))
     state_ptr += slot * state_stride_slot + channel[:, None] * state_stride_c
     kept = tl.load(state_ptr + source[None, :] * state_stride_s, mask=in_tile & old[None, :], other=0.0)
     node = tl.load(path_ptr + source - PAST, mask=(column < PAST) & (source >= PAST), other=0)
     entered = tl.load(
-        x_ptr + (first + node)[None, :] * x_stride_t + channel[:, None] * x_stride_c,
+        x_ptr + layer.to(tl.int64) * x_stride_layer + (first + node)[None, :] * x_stride_t + channel[:, None],
         mask=in_tile & (source >= PAST)[None, :],
         other=0.0,
     )
     tl.debug_barrier()  # every old column has been read before one is overwritten
     tl.store(
         state_ptr + column[None, :] * state_stride_s,
-        tl.where(old[None, :], kept, entered.to(state_ptr.dtype.element_ty)),
+        tl.where(old[None, :], kept, entered.to(DTYPE)),
         mask=in_tile,
     )
 
 
 def tree_conv_commit(
     x: Tensor,
-    conv_state: Tensor,
-    state_indices: Tensor,
+    layers: LayerTable,
     query_start_loc: Tensor,
     path: Tensor,
     num_path: Tensor,
@@ -307,19 +342,21 @@ def tree_conv_commit(
     num_nodes: Tensor,
     impl: Impl = "auto",
 ) -> None:
-    """Shifts the inputs of every request's accepted path into its convolution state, in place.
+    """Shifts the inputs of every request's accepted path into all layers' convolution states, in place.
 
-    x [T, C]: the raw convolution inputs of the step (not its outputs); conv_state, state_indices, num_nodes,
-    query_start_loc as for `tree_conv`; path int32 [R, N] and num_path int32 [R] as `accepted_path` reads
-    them; `width` is W. Columns from W - 1 on are never touched. A request whose path is empty, or whose slot
-    is <= 0 or out of range, changes nothing. Raises `ValueError` for shapes, dtypes or devices that do not
-    fit.
+    x [layers, rows, C]: the raw convolution inputs of the step (not its outputs); layers: the states [slots,
+    C, S] as for `tree_conv` and their index columns; num_nodes, query_start_loc as for `tree_conv`; path
+    int32 [R, N] and num_path int32 [R] as `accepted_path` reads them; `width` is W. Columns from W - 1 on
+    are never touched. A request whose path is empty, or whose slot is <= 0 or out of range, changes nothing.
+    Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
-    channels = x.shape[1]
+    conv_state = layers.states[0]
+    count, channels = len(layers.states), x.shape[2]
     requests, slots = path.shape
-    expect("x", x, (None, channels), device=x.device, dtypes=_FLOATS)
-    _expect_state(conv_state, channels, width, x.device)
-    expect("state_indices", state_indices, (requests,), device=x.device, dtypes=(torch.int32,))
+    expect("x", x, (count, None, channels), device=conv_state.device, dtypes=FLOATS)
+    expect_dense_last("x", x)
+    expect_conv_state(conv_state, channels, width, x.device)
+    layers.check_requests(requests)
     expect_indices(
         x.device,
         ("query_start_loc", query_start_loc, (requests + 1,)),
@@ -328,14 +365,16 @@ def tree_conv_commit(
         ("num_path", num_path, (requests,)),
     )
     if not use_triton(x, impl):
-        tree_conv_commit_reference(
-            x, conv_state, state_indices, query_start_loc, num_nodes, path, num_path, width
-        )
+        for inputs, state, indices in zip(x, layers.states, layers.indices, strict=True):
+            step = (indices[:requests], query_start_loc, num_nodes, path, num_path)
+            tree_conv_commit_reference(inputs, state, *step, width)
         return
-    block_c = 128
-    _tree_conv_commit_kernel[(triton.cdiv(channels, block_c), requests)](
-        x, conv_state, state_indices, query_start_loc, num_nodes, path, num_path,
-        *x.stride(), state_indices.stride(0), *conv_state.stride(), conv_state.shape[0], channels, slots,
+    block_c = 256
+    _tree_conv_commit_kernel[(triton.cdiv(channels, block_c), count, requests)](
+        x, layers.pointers, layers.index_pointers, layers.index_strides,
+        query_start_loc, num_nodes, path, num_path,
+        *x.stride()[:2], *conv_state.stride(), conv_state.shape[0], channels, slots,
+        DTYPE=TL_DTYPES[conv_state.dtype],
         PAST=width - 1,
         BLOCK_PATH=triton.next_power_of_2(slots),
         BLOCK_PAST=triton.next_power_of_2(width - 1),
@@ -343,8 +382,9 @@ def tree_conv_commit(
     )  # fmt: skip
 
 
-def _expect_state(conv_state: Tensor, channels: int, width: int, device: torch.device) -> None:
-    expect("conv_state", conv_state, (None, channels, None), device=device, dtypes=_FLOATS)
+def expect_conv_state(conv_state: Tensor, channels: int, width: int, device: torch.device) -> None:
+    """Raises `ValueError` unless a convolution state [slots, C, S] has room for the width's past."""
+    expect("conv_state", conv_state, (None, channels, None), device=device, dtypes=FLOATS)
     if width < 2 or conv_state.shape[2] < width - 1:
         raise ValueError(
             f"conv_state has {conv_state.shape[2]} columns and the convolution width {width}; "

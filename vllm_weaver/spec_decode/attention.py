@@ -11,14 +11,15 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from vllm_weaver.kernels.kv_compact import kv_compact
-from vllm_weaver.kernels.tree_attention import tree_attention
+from vllm_weaver.kernels.kv_compact import KvCompactPlan, kv_compact
+from vllm_weaver.kernels.tree_attention import Scale, tree_attention
 from vllm_weaver.spec_decode.step import LayerTrees, TreeStep, layer_trees
 
 
@@ -33,6 +34,11 @@ class TreeAttentionCPU(CPUAttentionBackendImpl):
         blocks, heads, block_size, width = kv_cache.shape
         plain = kv_cache.view(blocks, heads, 2, block_size, width // 2).permute(2, 0, 3, 1, 4)
         return plain[0], plain[1]
+
+    @classmethod
+    def row_views(cls, kv_cache: Tensor) -> tuple[Tensor, ...]:
+        """Views [blocks, block size, ...] that together cover a layer's K and V: what a commit moves."""
+        return cls.cache_views(kv_cache)
 
     def do_kv_cache_update(
         self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -71,12 +77,19 @@ def tree_attention_flash() -> type:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
     class TreeAttentionFlash(FlashAttentionImpl):
-        """FlashAttention for every row as a chain, then tree attention over the rows that are trees."""
+        """Tree attention over the rows that are trees; FlashAttention, as chains, where there are others."""
 
         def cache_views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
             """K and V of a layer's cache [blocks, heads, size, 2 * dim] as [blocks, size, heads, dim]."""
+            if self.kv_cache_dtype in ("fp8", "fp8_e4m3"):
+                kv_cache = kv_cache.view(torch.float8_e4m3fn)  # vLLM keeps quantised caches as bytes
             keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
             return keys, values
+
+        @staticmethod
+        def row_views(kv_cache: Tensor) -> tuple[Tensor, ...]:
+            """See `TreeAttentionCPU.row_views`; K and V of a row lie side by side."""
+            return (kv_cache.transpose(1, 2),)
 
         def forward(
             self,
@@ -90,15 +103,23 @@ def tree_attention_flash() -> type:
             output_scale: Tensor | None = None,
             output_block_scale: Tensor | None = None,
         ) -> Tensor:
-            """See `FlashAttentionImpl.forward`."""
-            result: Tensor = super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            )
-            if attn_metadata is not None:
-                trees = layer_trees(attn_metadata)
-                if trees.step.any_tree:
-                    _attend(self, trees, query, kv_cache, attn_metadata, output, causal_rows=False)
-            return result
+            """See `FlashAttentionImpl.forward`. K and V are in the cache already (`do_kv_cache_update`)."""
+            trees = None if attn_metadata is None else layer_trees(attn_metadata)
+            if trees is None or not trees.step.all_trees:
+                super().forward(
+                    layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
+                    output_block_scale,
+                )  # fmt: skip
+            if trees is not None and trees.step.any_tree:
+                # Scales stay on the device: a layer's may be filled in after this was captured.
+                quantized = kv_cache.element_size() == 1
+                _attend(
+                    self, trees, query, kv_cache, attn_metadata, output, causal_rows=False,
+                    q_scale=layer._q_scale if query.element_size() == 1 else 1.0,
+                    k_scale=layer._k_scale if quantized else 1.0,
+                    v_scale=layer._v_scale if quantized else 1.0,
+                )  # fmt: skip
+            return output
 
     return TreeAttentionFlash
 
@@ -112,6 +133,9 @@ def _attend(
     output: Tensor,
     *,
     causal_rows: bool,
+    q_scale: Scale = 1.0,
+    k_scale: Scale = 1.0,
+    v_scale: Scale = 1.0,
 ) -> None:
     keys, values = impl.cache_views(kv_cache)
     rows, step = metadata.num_actual_tokens, trees.step
@@ -128,6 +152,9 @@ def _attend(
         softcap=impl.logits_soft_cap,
         out=output[:rows].view(query[:rows].shape),
         causal_rows=causal_rows,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
 
@@ -170,11 +197,28 @@ def install(layers: dict[str, Any]) -> None:
         layer.impl = impl
 
 
-def commit(layers: Iterable[tuple[Any, LayerTrees]], step: TreeStep) -> None:
+@dataclass(frozen=True)
+class CommitPlan:
+    """The KV caches of all layers and their groups' block tables: one part for every cache layout."""
+
+    parts: tuple[KvCompactPlan, ...]
+
+    @classmethod
+    def build(cls, layers: Iterable[tuple[Any, Tensor]]) -> CommitPlan:
+        """The plan of these (attention layer, its group's block table int32 [max requests, blocks]) pairs.
+
+        Made once, after the KV caches are bound. The tables must stay where they are, and hold the batch's
+        rows, in batch order, whenever the plan is used (in vLLM: `BlockTables.input_block_tables`).
+        """
+        layouts: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        for layer, block_table in layers:
+            for view in layer.impl.row_views(layer.kv_cache):
+                layout = (view.shape, view.stride(), view.dtype, view.device)
+                layouts.setdefault(layout, []).append((view, block_table))
+        return cls(tuple(KvCompactPlan.build(*zip(*part, strict=True)) for part in layouts.values()))
+
+
+def commit(plan: CommitPlan, step: TreeStep) -> None:
     """Move K and V of the accepted nodes to the slots after the committed prefix, in every layer."""
-    groups: dict[int, tuple[Tensor, list[Tensor]]] = {}
-    for layer, trees in layers:
-        _, caches = groups.setdefault(trees.block_table.data_ptr(), (trees.block_table, []))
-        caches.extend(layer.impl.cache_views(layer.kv_cache))
-    for block_table, caches in groups.values():
-        kv_compact(caches, block_table, step.base, step.path, step.num_path, num_nodes=step.num_nodes)
+    for part in plan.parts:
+        kv_compact(part, step.base, step.path, step.num_path, num_nodes=step.num_nodes)

@@ -1,67 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated DeltaNet layers over a tree: the layer's core in a verify step, and the commit of its state.
 
-Tree rows go through `kernels.tree_conv` and `kernels.gdn_tree`, which only read the committed state and leave
-what a commit needs in the layer's stash; all other rows (prefill chunks) go through vLLM's own code,
-unchanged. After the walk `commit` moves convolution and recurrent state along the accepted path. One state
-slot a request, whatever the budget.
+Tree rows go through `kernels.gdn_tree`, convolution included, which only reads the committed states and
+leaves what a commit needs in the layer's stash; all other rows (prefill chunks) go through vLLM's own code,
+unchanged. After the walk `commit` moves the states of all layers along the accepted path. One state slot a
+request, whatever the budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from vllm_weaver.kernels.gdn_buffers import GdnScratch, GdnShape, GdnStash, LayerTable, StateLayout
 from vllm_weaver.kernels.gdn_commit import gdn_tree_commit
-from vllm_weaver.kernels.gdn_tree import GdnStash, StateLayout, gdn_tree_verify
-from vllm_weaver.kernels.tree_conv import tree_conv, tree_conv_commit
+from vllm_weaver.kernels.gdn_tree import gdn_tree_verify
+from vllm_weaver.kernels.tree_conv import tree_conv_commit
 from vllm_weaver.spec_decode.step import LayerTrees, TreeStep, layer_trees
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 
-@dataclass
-class LayerStash:
-    """What a layer keeps between verify and commit: `inputs` [rows, C] of the convolution, and c, k, u."""
+@dataclass(frozen=True)
+class LayerBuffers:
+    """A layer's place in the buffers: its `index` in the `stashes` of all layers, and the shared scratch."""
 
-    inputs: Tensor
-    gdn: GdnStash
-
-    @classmethod
-    def for_layer(cls, layer: Any, max_rows: int, device: torch.device, dtype: torch.dtype) -> LayerStash:
-        """Buffers for `max_rows` tree rows of a `QwenGatedDeltaNetAttention` layer."""
-        key_heads, value_heads = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
-        channels = 2 * key_heads * layer.head_k_dim + value_heads * layer.head_v_dim
-        return cls(
-            torch.zeros(max_rows, channels, dtype=dtype, device=device),
-            GdnStash.allocate(
-                max_rows, key_heads, layer.head_k_dim, value_heads, layer.head_v_dim, device=device
-            ),
-        )
+    index: int
+    stashes: GdnStash
+    stash: GdnStash
+    scratch: GdnScratch | None
 
 
-def install(layer: Any, max_rows: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Prepare a recurrent layer of the target for trees: its stash, and one state slot of the plain width.
+def _shape(layer: Any) -> GdnShape:
+    return GdnShape(
+        layer.num_k_heads // layer.tp_size,
+        layer.head_k_dim,
+        layer.num_v_heads // layer.tp_size,
+        layer.head_v_dim,
+    )
+
+
+def install(
+    layers: Sequence[Any], max_rows: int, max_nodes: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Prepare the target's recurrent layers for trees: stash, scratch, one state slot of the plain width.
+
+    Args:
+        layers: all of them.
+        max_rows: packed rows that a step's trees may take. max_nodes: nodes of a tree.
 
     Raises:
-        ValueError: the layer is of a kind without a tree form.
+        ValueError: a layer is of a kind without a tree form, or they differ in heads or dimensions.
     """
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
-    if not isinstance(layer, QwenGatedDeltaNetAttention):
-        raise ValueError(
-            f"dflash_tfm: the target's layer {layer.prefix} is a {type(layer).__name__}, which has no tree "
-            "form (supported: QwenGatedDeltaNetAttention); serve this model without dflash_tfm."
-        )
-    # vLLM widens the convolution state by the number of drafts; the commit needs no such room.
-    layer.num_spec = 0
-    layer.enable_fused_gdn_spec_decode = False  # its kernel is for chains and would pass by the tree's
-    layer.tree_stash = LayerStash.for_layer(layer, max_rows, device, dtype)
+    for layer in layers:
+        if not isinstance(layer, QwenGatedDeltaNetAttention):
+            raise ValueError(
+                f"dflash_tfm: the target's layer {layer.prefix} is a {type(layer).__name__}, which has no "
+                "tree form (supported: QwenGatedDeltaNetAttention); serve this model without dflash_tfm."
+            )
+        if _shape(layer) != _shape(layers[0]):
+            raise ValueError(
+                f"dflash_tfm: the target's layers {layer.prefix} and {layers[0].prefix} differ in heads or "
+                "dimensions, which has no tree form; serve this model without dflash_tfm."
+            )
+        # vLLM widens the convolution state by the number of drafts; the commit needs no such room.
+        layer.num_spec = 0
+        # Its fused kernel is for chains: the first switch keeps the model off the op that may call it, the
+        # second keeps that op off the kernel where a compiled model from a cache calls the op nevertheless.
+        layer.enable_fused_gdn_spec_decode = False
+        if layer.gdn_decode_kernel == "cuda":
+            layer.gdn_decode_kernel = "triton"
+    if not layers:
+        return
+    shape, scratch = _shape(layers[0]), None
+    stashes = GdnStash.allocate(len(layers), max_rows, shape, device=device, dtype=dtype)
+    if device.type == "cuda":  # the references need none
+        scratch = GdnScratch.allocate(max_rows, max_nodes, shape, device=device, dtype=dtype)
+    for i, layer in enumerate(layers):
+        layer.tree_stash = LayerBuffers(i, stashes, stashes.layer(i), scratch)
+
+
+def stash_bytes(layers: Sequence[Any], max_rows: int, dtype: torch.dtype) -> int:
+    """Bytes of the stash that `install` allocates."""
+    return GdnStash.nbytes(len(layers), max_rows, _shape(layers[0]), dtype) if layers else 0
 
 
 def _state_layout(layer: Any) -> StateLayout:
@@ -115,30 +143,13 @@ def verify(layer: Any, trees: LayerTrees, mixed_qkv: Tensor, b: Tensor, a: Tenso
         trees: the step and the layer's state slots.
         mixed_qkv: [T, C] projected q, k, v. b, a: [T, HV] gates. out: [T, HV, V], tree rows are written.
     """
-    step, stash = trees.step, layer.tree_stash
+    step, buffers = trees.step, layer.tree_stash
     rows = step.num_rows
-    inputs = mixed_qkv[:rows]
-    stash.inputs[:rows].copy_(inputs)
-    conv = torch.empty_like(inputs, memory_format=torch.contiguous_format)
-    tree_conv(
-        inputs,
+    gdn_tree_verify(
+        mixed_qkv[:rows],
         _conv_weight(layer),
         layer.conv1d.bias,
         _conv_state(layer),
-        trees.state_indices,
-        step.query_start_loc,
-        step.num_nodes,
-        step.parents,
-        activation=layer.activation,
-        out=conv,
-    )
-    key_heads, value_heads = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
-    keys, values = key_heads * layer.head_k_dim, value_heads * layer.head_v_dim
-    q, k, v = conv.split([keys, keys, values], dim=-1)
-    gdn_tree_verify(
-        q.unflatten(-1, (key_heads, -1)),
-        k.unflatten(-1, (key_heads, -1)),
-        v.unflatten(-1, (value_heads, -1)),
         a[:rows],
         _write_gate(b[:rows]),
         layer.A_log,
@@ -147,27 +158,52 @@ def verify(layer: Any, trees: LayerTrees, mixed_qkv: Tensor, b: Tensor, a: Tenso
         trees.state_indices,
         step.query_start_loc,
         step.num_nodes,
+        step.parents,
         step.ancestors,
+        activation=layer.activation,
         out=out[:rows],
-        stash=stash.gdn,
+        stash=buffers.stash,
+        scratch=buffers.scratch,
         state_layout=_state_layout(layer),
     )
 
 
-def commit(layers: Iterable[Any], step: TreeStep, state_indices: Callable[[Any], Tensor]) -> None:
-    """Move every layer's convolution and recurrent state to the leaf of each request's accepted path."""
-    for layer in layers:
-        slots, stash = state_indices(layer), layer.tree_stash
-        path = (slots, step.query_start_loc, step.path, step.num_path)
-        width = _conv_weight(layer).shape[1]
-        tree_conv_commit(stash.inputs, _conv_state(layer), *path, width, num_nodes=step.num_nodes)
-        gdn_tree_commit(
-            stash.gdn,
-            _recurrent_state(layer),
-            *path,
-            num_nodes=step.num_nodes,
-            state_layout=_state_layout(layer),
+@dataclass(frozen=True)
+class CommitPlan:
+    """What the commit needs to know of all layers, worked out once: where their states and slots lie."""
+
+    stashes: GdnStash
+    conv: LayerTable
+    recurrent: LayerTable
+    width: int
+    state_layout: StateLayout
+
+    @classmethod
+    def build(cls, layers: Iterable[tuple[Any, Tensor]]) -> CommitPlan:
+        """The plan of these (layer, its group's block table int32 [max requests, blocks]) pairs: all layers
+        that `install` got, in any order.
+
+        Made once, after the KV caches are bound. The tables must stay where they are, and hold the batch's
+        rows, in batch order, whenever the plan is used (in vLLM: `BlockTables.input_block_tables`).
+        """
+        pairs = sorted(layers, key=lambda pair: pair[0].tree_stash.index)
+        first, slots = pairs[0][0], [table[:, 0] for _, table in pairs]
+        return cls(
+            first.tree_stash.stashes,
+            LayerTable.build([_conv_state(layer) for layer, _ in pairs], slots),
+            LayerTable.build([_recurrent_state(layer) for layer, _ in pairs], slots),
+            _conv_weight(first).shape[1],
+            _state_layout(first),
         )
+
+
+def commit(plan: CommitPlan, step: TreeStep) -> None:
+    """Move every layer's convolution and recurrent state to the leaf of each request's accepted path."""
+    path = (step.query_start_loc, step.path, step.num_path)
+    tree_conv_commit(plan.stashes.inputs, plan.conv, *path, plan.width, num_nodes=step.num_nodes)
+    gdn_tree_commit(
+        plan.stashes, plan.recurrent, *path, num_nodes=step.num_nodes, state_layout=plan.state_layout
+    )
 
 
 def reset_slots(layers: Iterable[Any], slots: Callable[[Any], Tensor]) -> None:

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.interface import ModelState
@@ -32,6 +35,8 @@ from vllm_weaver.spec_decode import attention, gdn
 from vllm_weaver.spec_decode.sampler import TreeVerifier
 from vllm_weaver.spec_decode.step import LayerTrees, TreeStep, layer_trees
 from vllm_weaver.spec_decode.tree import TreeBuffers
+
+logger = init_logger(__name__)
 
 
 class TreeStateMixin:
@@ -52,13 +57,14 @@ class TreeStateMixin:
         max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.trees = TreeBuffers(max_num_reqs, settings.budget + 1, device)
         self.step = TreeStep(max_num_reqs, max_num_tokens, settings.budget, device)
-        self.max_tree_rows = min(max_num_reqs * (settings.budget + 1), max_num_tokens)
-        self._tree_positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self._structured = np.zeros(max_num_reqs, dtype=bool)
         self._verifier: TreeVerifier | None = None
         self._req_states: RequestState | None = None
         self._step_batch: InputBatch | None = None
         self._metadata: dict[str, Any] = {}
+        self._tables: dict[str, Tensor] = {}
+        self._kv_plan: attention.CommitPlan | None = None
+        self._gdn_plan: gdn.CommitPlan | None = None
         self.attention_layers: dict[str, Any] = {
             name: layer
             for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items()
@@ -66,15 +72,20 @@ class TreeStateMixin:
         }
         self.gdn_layers: dict[str, Any] = dict(get_layers_from_vllm_config(vllm_config, MambaBase))
         attention.install(self.attention_layers)
-        for layer in self.gdn_layers.values():
-            gdn.install(layer, self.max_tree_rows, device, self.dtype)  # type: ignore[attr-defined]
+        gdn.install(
+            list(self.gdn_layers.values()),
+            min(max_num_reqs * (settings.budget + 1), max_num_tokens),
+            settings.budget + 1,
+            device,
+            self.dtype,  # type: ignore[attr-defined]
+        )
 
     # --- requests ---------------------------------------------------------------------------------------
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """A state index gets a new owner: its last owner's tree is forgotten."""
         super().add_request(req_index, new_req_data)  # type: ignore[misc]
-        self.trees.clear(torch.tensor([req_index], device=self.step.device))
+        self.trees.clear(req_index)
         params = new_req_data.sampling_params
         self._structured[req_index] = params is not None and params.structured_outputs is not None
 
@@ -130,7 +141,30 @@ class TreeStateMixin:
         self._metadata = metadata
         if not dummy:
             self._reset_fresh(input_batch, is_tree)
+            self._explain_eager(cudagraph_mode, input_batch)
         return metadata
+
+    def _explain_eager(self, cudagraph_mode: CUDAGraphMode, input_batch: InputBatch) -> None:
+        """One warning for each reason why a step made of trees alone does not replay a whole graph."""
+        compilation = self.vllm_config.compilation_config  # type: ignore[attr-defined]
+        wanted = compilation.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        if not wanted or not self.step.all_trees or cudagraph_mode == CUDAGraphMode.FULL:
+            return
+        nodes = self.step.budget + 1
+        if (input_batch.num_scheduled_tokens != nodes).any():
+            reason = (
+                f"a request came with fewer rows than a tree of {nodes} nodes (new, or near its length limit)"
+            )
+        else:
+            reason = (
+                f"{input_batch.num_reqs} trees of {nodes} nodes are more rows than the largest captured size "
+                f"({compilation.max_cudagraph_capture_size}; see --max-cudagraph-capture-size)"
+            )
+        logger.warning_once("dflash_tfm: a decode step ran without its CUDA graph: %s", reason)
+
+    def get_additional_cg_support(self) -> tuple[AttentionCGSupport, str | None]:
+        """Whole graphs for decode batches only: a captured step takes every request for a tree."""
+        return AttentionCGSupport.UNIFORM_BATCH, "tree attention"
 
     def _attach(
         self, metadata: dict[str, Any], block_tables: tuple[Tensor, ...], kv_cache_config: Any
@@ -162,18 +196,28 @@ class TreeStateMixin:
             return inputs
         positions = inputs.get("positions")
         if positions is None:
-            count = input_batch.num_tokens_after_padding
-            self._tree_positions[:count].copy_(self.step.positions[:count])
-            return {**inputs, "positions": self._tree_positions[:count]}
+            return {**inputs, "positions": self.step.positions()}
         # M-RoPE: three rows that, for generated text, differ from the sequence position by one offset each.
-        shift = self.step.row_shift
-        positions[:, : shift.shape[0]] += shift
+        positions += self.step.shift
         return inputs
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         """The buffers that `prepare_inputs` fills, for graph capture."""
         inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)  # type: ignore[misc]
-        return {"positions": self._tree_positions[:num_tokens], **inputs}
+        return {"positions": self.step.positions(num_tokens), **inputs}
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, block_tables: BlockTables) -> None:
+        """The caches were bound, perhaps anew: what a commit knows of them is worked out at its next run."""
+        super().initialize_kv_cache(kv_cache_config, block_tables)  # type: ignore[misc]
+        # Not here: this also runs for the small caches of memory profiling, which nothing may keep alive.
+        self._kv_plan = self._gdn_plan = None
+        self._tables = {
+            name: table
+            for group, table in zip(
+                kv_cache_config.kv_cache_groups, block_tables.input_block_tables, strict=True
+            )
+            for name in group.layer_names
+        }
 
     def postprocess_state(
         self, idx_mapping: Tensor, num_sampled: Tensor | int, num_computed_tokens: Tensor | None = None
@@ -186,11 +230,17 @@ class TreeStateMixin:
         step = self.step
         if not step.any_tree:
             return
-        if step.drafts_verified:
-            attention.commit(
-                ((layer, self._trees_of(name)) for name, layer in self.attention_layers.items()), step
-            )
-        gdn.commit(self.gdn_layers.values(), step, lambda layer: self._trees_of(layer.prefix).state_indices)
+        if self._kv_plan is None and self.attention_layers:
+            self._kv_plan = attention.CommitPlan.build(self._with_tables(self.attention_layers))
+        if self._gdn_plan is None and self.gdn_layers:
+            self._gdn_plan = gdn.CommitPlan.build(self._with_tables(self.gdn_layers))
+        if step.drafts_verified and self._kv_plan is not None:
+            attention.commit(self._kv_plan, step)
+        if self._gdn_plan is not None:
+            gdn.commit(self._gdn_plan, step)
+
+    def _with_tables(self, layers: dict[str, Any]) -> list[tuple[Any, Tensor]]:
+        return [(layer, self._tables[name]) for name, layer in layers.items()]
 
 
 class TreeHybridModelState(TreeStateMixin, MambaHybridModelState):

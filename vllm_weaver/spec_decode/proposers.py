@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from vllm_weaver.kernels.candidate_pool import candidate_pool
-from vllm_weaver.kernels.common import Impl
+from vllm_weaver.kernels.common import Impl, use_triton
 from vllm_weaver.kernels.frontier import CHILDREN, publish_children, take_best
+from vllm_weaver.kernels.weaver_growth import WeaverGrowth
 from vllm_weaver.spec_decode.tree import Tree
 from vllm_weaver.spec_decode.weaver import WeaverHead, node_rows, pool_logprobs
 
@@ -74,16 +75,7 @@ class TreeProposer(ABC):
             raise ValueError(
                 f"root_tokens has shape {tuple(root_tokens.shape)}, but must be ({num_requests},)."
             )
-        depth_limit = torch.full((num_requests,), depth, dtype=torch.int32, device=draft_logits.device)
-        if max_depth is not None:
-            depth_limit = torch.minimum(depth_limit, max_depth.to(torch.int32))
-        node_limit = torch.full_like(depth_limit, budget + 1)
-        if max_nodes is not None:
-            node_limit = torch.minimum(node_limit, max_nodes.to(torch.int32)).clamp(min=0)
-        usable_root = (root_tokens >= 0) & (root_tokens < self.vocab_size)
-        node_limit = node_limit.masked_fill(~usable_root, 0)
-        roots = torch.where(usable_root, root_tokens, -1).to(torch.int64)
-        return self._grow(hidden, draft_hidden, draft_logits, roots, budget, depth_limit, node_limit)
+        return self._grow(hidden, draft_hidden, draft_logits, root_tokens, budget, max_depth, max_nodes)
 
     @abstractmethod
     def _grow(
@@ -91,13 +83,34 @@ class TreeProposer(ABC):
         hidden: Tensor,
         draft_hidden: Tensor,
         draft_logits: Tensor,
-        roots: Tensor,
+        root_tokens: Tensor,
         budget: int,
-        depth_limit: Tensor,
-        node_limit: Tensor,
+        max_depth: Tensor | None,
+        max_nodes: Tensor | None,
     ) -> Tree:
-        """`propose` with checked arguments; roots int64 [R] are −1 where unusable, and node_limit is then
-        0."""
+        """`propose` with checked arguments."""
+
+    def _limits(
+        self,
+        draft_logits: Tensor,
+        root_tokens: Tensor,
+        budget: int,
+        max_depth: Tensor | None,
+        max_nodes: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Roots int64, −1 where unusable, and limits on depth and nodes int32, each [R]; no nodes without a
+        root."""
+        depth_limit = torch.full(
+            (len(root_tokens),), draft_logits.shape[1], dtype=torch.int32, device=draft_logits.device
+        )
+        if max_depth is not None:
+            depth_limit = torch.minimum(depth_limit, max_depth.to(torch.int32))
+        node_limit = torch.full_like(depth_limit, budget + 1)
+        if max_nodes is not None:
+            node_limit = torch.minimum(node_limit, max_nodes.to(torch.int32)).clamp(min=0)
+        usable = (root_tokens >= 0) & (root_tokens < self.vocab_size)
+        roots = torch.where(usable, root_tokens, -1).to(torch.int64)
+        return roots, depth_limit, node_limit.masked_fill(~usable, 0)
 
     def _pool(self, draft_logits: Tensor, pool_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """`candidate_pool` of every row: values [R, D, P], ids [R, D, P] and logsumexp [R, D]."""
@@ -115,11 +128,12 @@ class ChainProposer(TreeProposer):
         hidden: Tensor,
         draft_hidden: Tensor,
         draft_logits: Tensor,
-        roots: Tensor,
+        root_tokens: Tensor,
         budget: int,
-        depth_limit: Tensor,
-        node_limit: Tensor,
+        max_depth: Tensor | None,
+        max_nodes: Tensor | None,
     ) -> Tree:
+        roots, depth_limit, node_limit = self._limits(draft_logits, root_tokens, budget, max_depth, max_nodes)
         values, ids, logsumexp = self._pool(draft_logits[:, :budget], 1)
         steps = ids.shape[1]
         good = (ids[..., 0] >= 0).cumprod(1).sum(1)
@@ -156,11 +170,12 @@ class DDTreeProposer(TreeProposer):
         hidden: Tensor,
         draft_hidden: Tensor,
         draft_logits: Tensor,
-        roots: Tensor,
+        root_tokens: Tensor,
         budget: int,
-        depth_limit: Tensor,
-        node_limit: Tensor,
+        max_depth: Tensor | None,
+        max_nodes: Tensor | None,
     ) -> Tree:
+        roots, depth_limit, node_limit = self._limits(draft_logits, root_tokens, budget, max_depth, max_nodes)
         num_requests, depth = draft_logits.shape[:2]
         device = draft_logits.device
         pool_size = min(budget, self.largest_pool)
@@ -225,6 +240,9 @@ class WeaverProposer(TreeProposer):
     token_table and residual_table [>= vocab_size, r]: see `WeaverHead`; pool_size: candidates a row, at most
     the checkpoint's `candidate_pool_size`; vocab_size defaults to the rows of token_table.
 
+    Where Triton runs, the kernels of `WeaverGrowth` do all this with the parameters that the head has now;
+    elsewhere, plain PyTorch.
+
     The number of rounds is fixed by sizes. It is enough to fill the budget, or to exhaust the frontier, for
     every row that has at least 8 finite candidates and no `max_depth`; other rows may come back with fewer
     nodes than a search without a bound on rounds would give."""
@@ -256,22 +274,42 @@ class WeaverProposer(TreeProposer):
         self.token_table = token_table
         self.residual_table = residual_table
         self.pool_size = min(pool_size, self.vocab_size)
+        self.growth = (
+            WeaverGrowth(head, token_table, residual_table) if use_triton(token_table, impl) else None
+        )
 
     def _grow(
         self,
         hidden: Tensor,
         draft_hidden: Tensor,
         draft_logits: Tensor,
-        roots: Tensor,
+        root_tokens: Tensor,
         budget: int,
-        depth_limit: Tensor,
-        node_limit: Tensor,
+        max_depth: Tensor | None,
+        max_nodes: Tensor | None,
     ) -> Tree:
         num_requests, depth = draft_logits.shape[:2]
         device = draft_logits.device
         num_slots = budget + 1
         width = min(max(1, -(-budget // 16)), budget)
+        rounds = count_rounds(budget, width, min(CHILDREN, self.pool_size), depth)
         pool_logits, pool_ids, _ = self._pool(draft_logits, self.pool_size)
+        if self.growth is not None and num_requests:
+            grown = self.growth.grow(
+                hidden,
+                draft_hidden,
+                root_tokens,
+                pool_logits,
+                pool_ids,
+                self.vocab_size,
+                budget,
+                width,
+                rounds,
+                max_depth,
+                max_nodes,
+            )
+            return Tree(grown.tokens, grown.parents, grown.depths, grown.logprobs, grown.num_nodes)
+        roots, depth_limit, node_limit = self._limits(draft_logits, root_tokens, budget, max_depth, max_nodes)
         prefix = self.head.prompt(hidden, draft_hidden)
         cache = self.head.new_node_kv(num_requests, num_slots, device)
 
@@ -294,9 +332,7 @@ class WeaverProposer(TreeProposer):
             at = slots.clamp(min=0).to(torch.int64)
             rows = node_rows(tree.depths.gather(1, at), depth)
             x = self.token_table[tree.tokens.gather(1, at).clamp(min=0)]
-            query = self.head.step_nodes(
-                x, rows + 1, slots, mask_words[requests, at], prefix, cache, impl=self.impl
-            )
+            query = self.head.step_nodes(x, rows + 1, slots, mask_words[requests, at], prefix, cache)
             ids = pool_ids[requests, rows]
             logprobs = pool_logprobs(
                 pool_logits[requests, rows], ids, self.residual_table[ids.clamp(min=0)], query
@@ -310,11 +346,9 @@ class WeaverProposer(TreeProposer):
                 tree.logprobs,
                 tree.depths,
                 depth_limit,
-                impl=self.impl,
             )
 
         expand(torch.zeros(num_requests, 1, dtype=torch.int32, device=device))
-        rounds = count_rounds(budget, width, min(CHILDREN, self.pool_size), depth)
         for index in range(rounds):
             slots = take_best(
                 frontier,
@@ -327,7 +361,6 @@ class WeaverProposer(TreeProposer):
                 tree.num_nodes,
                 node_limit,
                 width,
-                impl=self.impl,
             )
             if index + 1 < rounds:
                 expand(slots)

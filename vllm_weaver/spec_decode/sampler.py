@@ -71,7 +71,7 @@ class TreeVerifier(RejectionSampler):
             input_batch.expanded_idx_mapping,
             input_batch.idx_mapping,
             input_batch.idx_mapping_np,
-            step.positions[rows],
+            step.positions()[rows],
             input_batch.input_ids[rows],
             input_batch.expanded_local_pos,
             input_batch.seq_lens_cpu_upper_bound.numpy(),
@@ -83,13 +83,12 @@ class TreeVerifier(RejectionSampler):
             row_starts,
             step.tokens,
             step.parents,
-            step.num_nodes.clamp(min=1),
+            step.num_nodes,
             vocab_size,
+            path=(step.path, step.num_path),
+            counters=step.stats.totals,
         )
-        step.accept(
-            torch.where(step.num_nodes[:, None] > 0, walk.path, -1),
-            torch.where(step.num_nodes > 0, walk.num_sampled, 0),
-        )
+        step.drafts_verified = True
         logprobs = None
         if num_logprobs != NO_LOGPROBS:
             scored = processed if sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES else logits

@@ -25,7 +25,6 @@ from vllm_weaver.config import WeaverSettings, settings_of
 from vllm_weaver.kernels.gather_rows import gather_rows
 from vllm_weaver.spec_decode.model_state import TreeStateMixin
 from vllm_weaver.spec_decode.proposers import ChainProposer, DDTreeProposer, TreeProposer, WeaverProposer
-from vllm_weaver.spec_decode.tree import Tree
 from vllm_weaver.spec_decode.weaver_checkpoint import load_weaver
 
 
@@ -83,7 +82,6 @@ class DFlashTfmSpeculator(DFlashSpeculator):
             self.max_num_reqs, vllm_config.model_config.get_hidden_size(), dtype=self.dtype, device=device
         )
         self._tree_state: TreeStateMixin | None = None
-        self._store_trees = False
         self.proposer: TreeProposer
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
@@ -123,13 +121,11 @@ class DFlashTfmSpeculator(DFlashSpeculator):
         """
         num_reqs = input_batch.num_reqs
         state = None if dummy_run else self._tree_state
-        self._store_trees = state is not None
         if state is not None and state.step.drafts_verified:
             step = state.step
-            for rows in [last_hidden_states, *(aux_hidden_states or [])]:
-                gather_rows(rows, step.query_start_loc, step.path)
+            gather_rows([last_hidden_states, *(aux_hidden_states or [])], step.query_start_loc, step.path)
         last = input_batch.query_start_loc[1 : num_reqs + 1] - num_rejected[:num_reqs] - 1
-        self._anchor[:num_reqs].copy_(last_hidden_states[last.long()])
+        torch.index_select(last_hidden_states, 0, last, out=self._anchor[:num_reqs])
         return super().propose(
             input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled,
             num_rejected,
@@ -170,11 +166,8 @@ class DFlashTfmSpeculator(DFlashSpeculator):
             self.settings.budget,
             max_depth=room,
         )
-        self._publish(num_reqs, tree)
-
-    def _publish(self, num_reqs: int, tree: Tree) -> None:
-        self.draft_tokens[:num_reqs] = tree.tokens[:, 1:]
-        if self._store_trees:
-            assert self._tree_state is not None
-            index = self.sample_idx_mapping[: num_reqs * self.settings.depth].view(num_reqs, -1)[:, 0]
-            self._tree_state.trees.scatter(tree, index)
+        if self._tree_state is None:  # memory profiling, before there is any state
+            self.draft_tokens[:num_reqs] = tree.tokens[:, 1:]
+            return
+        index = self.sample_idx_mapping[samples].view(num_reqs, depth)[:, 0]
+        self._tree_state.trees.store(tree, index, self.draft_tokens[:num_reqs])

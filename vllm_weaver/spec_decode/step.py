@@ -3,7 +3,8 @@
 
 vLLM packs the query tokens of all requests of a step into rows. A request that decodes owns `1 + drafts`
 rows; here these rows are the nodes of its tree. Everything that depends on the tree (RoPE positions, masks,
-walk, commit) reads this object; it is filled once a step, in batch order, into buffers allocated at start.
+walk, commit) reads this object; it is filled once a step, in batch order, into buffers allocated at start,
+whose addresses a replayed CUDA graph knows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_weaver.kernels.ancestors import ancestor_mask_words, num_mask_words
+from vllm_weaver.kernels.greedy_walk import COUNTERS
+from vllm_weaver.kernels.tree_step import StepArrays, fill_step
 from vllm_weaver.spec_decode.tree import TreeBuffers
 
 if TYPE_CHECKING:
@@ -42,65 +44,68 @@ def tree_requests(input_batch: InputBatch, budget: int) -> np.ndarray:
 
 @dataclass
 class TreeStats:
-    """Counters since start, over verified trees: `totals` int64 [4] = verifies, accepted drafts,
-    paths with an accepted draft, paths through a child that is not its parent's first."""
+    """Counters since start: `totals` int64 [4] on the device, see `kernels.greedy_walk.COUNTERS`."""
 
     totals: Tensor
 
     def read(self) -> dict[str, int]:
         """The counters as Python integers (copies from the device)."""
-        names = ("verifies", "accepted", "nonempty_paths", "branching_paths")
-        return dict(zip(names, self.totals.tolist(), strict=True))
+        return dict(zip(COUNTERS, self.totals.tolist(), strict=True))
 
 
 class TreeStep:
     """The trees of one step, in batch order. R requests, N = budget + 1 node slots.
 
-    Attributes (first `num_reqs` entries are live):
+    Attributes (views of the first `num_reqs` entries of buffers that never move):
         tokens int64, parents int32, depths int32 [R, N]: the trees, cut to the rows that were scheduled.
         num_nodes int32 [R]: valid nodes; 0 for a request that is no tree in this step.
         ancestors int32 [R, N, ceil(N/32)]: bit masks, see `kernels.ancestors`.
         base int64 [R]: committed tokens before the step (the root's position).
-        path int32 [R, N], num_path int32 [R]: accepted nodes, root first; set to the root alone until a walk
-        ran.
+        path int32 [R, N], num_path int32 [R]: accepted nodes, root first; the root alone until a walk ran.
         query_start_loc int32 [R + 1]: the batch's row offsets.
+        all_trees, any_tree: whether every request of the step is a tree, and whether one is.
+        num_rows: rows up to the end of the last tree. num_tokens: rows, padding included.
+        drafts_verified: whether the walk has run.
     """
 
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    num_nodes: Tensor
+    ancestors: Tensor
+    base: Tensor
+    path: Tensor
+    num_path: Tensor
+
     def __init__(self, max_num_reqs: int, max_num_tokens: int, budget: int, device: torch.device) -> None:
-        nodes = budget + 1
         self.budget = budget
         self.device = device
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self._tokens = zeros(max_num_reqs, nodes, dtype=torch.int64)
-        self._parents = zeros(max_num_reqs, nodes)
-        self._depths = zeros(max_num_reqs, nodes)
-        self._num_nodes = zeros(max_num_reqs)
-        self._ancestors = zeros(max_num_reqs, nodes, num_mask_words(nodes))
-        self._base = zeros(max_num_reqs, dtype=torch.int64)
-        self._path = zeros(max_num_reqs, nodes)
-        self._num_path = zeros(max_num_reqs)
-        self._positions = zeros(max_num_tokens, dtype=torch.int64)
-        self.stats = TreeStats(torch.zeros(4, dtype=torch.int64, device=device))
-        self.query_start_loc = zeros(1)
-        self.num_reqs = 0
+        self._arrays = StepArrays.allocate(max_num_reqs, budget + 1, device)
+        self._limits = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self._nothing_computed = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self._shift = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self.stats = TreeStats(torch.zeros(len(COUNTERS), dtype=torch.int64, device=device))
+        self.query_start_loc = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_rows = 0
         self.num_tokens = 0
         self.any_tree = False
+        self.all_trees = False
         self.drafts_verified = False
+        self._view(0)
 
-    tokens = property(lambda self: self._tokens[: self.num_reqs])
-    parents = property(lambda self: self._parents[: self.num_reqs])
-    depths = property(lambda self: self._depths[: self.num_reqs])
-    num_nodes = property(lambda self: self._num_nodes[: self.num_reqs])
-    ancestors = property(lambda self: self._ancestors[: self.num_reqs])
-    base = property(lambda self: self._base[: self.num_reqs])
-    path = property(lambda self: self._path[: self.num_reqs])
-    num_path = property(lambda self: self._num_path[: self.num_reqs])
-    positions = property(lambda self: self._positions[: self.num_tokens])
-    """int64 [num_tokens]: sequence position of every row; base + depth for tree nodes, linear elsewhere."""
+    def _view(self, num_reqs: int) -> None:
+        self.num_reqs = num_reqs
+        vars(self).update(vars(self._arrays.first(num_reqs)))
+
+    def positions(self, num_tokens: int | None = None) -> Tensor:
+        """int64 [num_tokens]: position of every row in its sequence; base + depth for tree nodes."""
+        return self._positions[: self.num_tokens if num_tokens is None else num_tokens]
+
+    @property
+    def shift(self) -> Tensor:
+        """int64 [num_tokens]: what `positions` differs by from the linear positions."""
+        return self._shift[: self.num_tokens]
 
     def begin(
         self,
@@ -112,86 +117,48 @@ class TreeStep:
         """Fill the step from the batch and the stored trees; returns `tree_requests`.
 
         Args:
-            input_batch: the batch that is about to run.
+            input_batch: the batch that is about to run; padding requests at its end become empty trees.
             req_states: the runner's request states, or None in a dummy run (every request is then cut to its
             root).
             trees: the trees that the speculator left, by request state index.
             root_only: bool [num_reqs], requests whose drafts must not be looked at.
         """
-        num_reqs = input_batch.num_reqs
-        self.num_reqs = num_reqs
+        from vllm.utils.torch_utils import async_tensor_h2d
+
+        num_reqs, padded = input_batch.num_reqs, input_batch.num_reqs_after_padding
+        self._view(num_reqs)
         self.num_tokens = input_batch.num_tokens_after_padding
         self.query_start_loc = input_batch.query_start_loc[: num_reqs + 1]
         is_tree = tree_requests(input_batch, self.budget)
-        self.any_tree = bool(is_tree.any())
+        self.any_tree, self.all_trees = bool(is_tree.any()), bool(is_tree.all())
         starts = input_batch.query_start_loc_np[: num_reqs + 1]
         # Rows beyond the last tree are never a tree's: kernels may be handed only the rows before it.
         self.num_rows = int(starts[1:][is_tree].max()) if self.any_tree else 0
         self.drafts_verified = False
 
         drafts = input_batch.num_draft_tokens_per_req
-        rows = np.ones(num_reqs, dtype=np.int32) if drafts is None else drafts + 1
-        rows = np.where(root_only, 1, rows) if req_states is not None else np.ones_like(rows)
-        rows = np.where(is_tree, rows, 0).astype(np.int32)
-        limit = torch.from_numpy(rows).to(self.device, non_blocking=True)
-
-        index = input_batch.idx_mapping[:num_reqs]
+        limits = np.zeros(padded, dtype=np.int32)
+        limits[:num_reqs] = 1 if drafts is None or req_states is None else np.where(root_only, 1, drafts + 1)
+        limits[:num_reqs][~is_tree] = 0
+        async_tensor_h2d(limits, out=self._limits[:padded])
+        computed = prefill_len = self._nothing_computed
         if req_states is not None:
-            self.base.copy_(req_states.num_computed_tokens.gpu[index])
-            # Drafts follow the token after the prefill: rows that start inside it carry placeholders.
-            inside_prefill = self.base < req_states.prefill_len.gpu[index]
-            limit = torch.where(inside_prefill, limit.clamp(max=1), limit)
-        else:
-            self.base.zero_()
-        tree = trees.gather(index)
-        self.tokens.copy_(tree.tokens)
-        self.parents.copy_(tree.parents)
-        self.depths.copy_(tree.depths)
-        self.num_nodes.copy_(torch.minimum(tree.num_nodes.clamp(min=1), limit))
-        self.ancestors.copy_(ancestor_mask_words(self.parents, self.num_nodes))
-        self.path.fill_(-1)
-        self.num_path.copy_(self.num_nodes.clamp(max=1))
-        self.path[:, 0] = self.num_path - 1
-        self._fill_rows(input_batch, starts)
-        return is_tree
-
-    def _fill_rows(self, input_batch: InputBatch, starts: np.ndarray) -> None:
-        """Per row: its request, node, validity, position; and the input ids of the nodes."""
-        num_tokens = int(starts[-1])
-        request_np = np.repeat(np.arange(self.num_reqs), np.diff(starts))
-        node_np = np.minimum(np.arange(num_tokens) - starts[request_np], self.budget)
-        request = torch.from_numpy(request_np).to(self.device, non_blocking=True)
-        node = torch.from_numpy(node_np).to(self.device, non_blocking=True)
-        in_tree = self.num_nodes[request] > 0
-        valid = node < self.num_nodes[request]
-        depth = torch.where(valid, self.depths[request, node], 0)
-        self.positions.copy_(input_batch.positions)
-        live = self.positions[:num_tokens]
-        self.row_shift = torch.where(in_tree, self.base[request] + depth - live, 0)
-        live += self.row_shift
-        # Placeholders (-1) and cut-off drafts must never reach the embedding: id 0 stands in, seen by nobody.
-        ids = input_batch.input_ids[:num_tokens]
-        drafted = torch.where(valid, self.tokens[request, node], 0).to(ids.dtype)
-        ids.copy_(torch.where(in_tree & (node > 0), drafted, ids))
-
-    def accept(self, path: Tensor, num_path: Tensor) -> None:
-        """Record the walk's result and count it. path int32 [R, N], num_path int32 [R] (0: no tree)."""
-        self.path.copy_(path)
-        self.num_path.copy_(num_path)
-        self.drafts_verified = True
-        self._count()
-
-    def _count(self) -> None:
-        accepted = (self.num_path - 1).clamp(min=0)
-        parents = self.parents.long()
-        slot = torch.arange(parents.shape[1], device=self.device)
-        earlier = slot[None, :] < slot[:, None]
-        later_child = ((parents[:, :, None] == parents[:, None, :]) & earlier).any(-1)
-        on_path = (slot >= 1) & (slot < self.num_path[:, None])
-        branching = (later_child.gather(1, self.path.long().clamp(min=0)) & on_path).any(-1)
-        self.stats.totals += torch.stack(
-            [(self.num_path > 0).sum(), accepted.sum(), (accepted > 0).sum(), branching.sum()]
+            computed, prefill_len = req_states.num_computed_tokens.gpu, req_states.prefill_len.gpu
+        self.positions().copy_(input_batch.positions)
+        self.shift.zero_()
+        fill_step(
+            self._arrays.first(padded),
+            trees.nodes(),
+            input_batch.idx_mapping[:num_reqs],
+            self._limits[:padded],
+            input_batch.query_start_loc[: padded + 1],
+            computed,
+            prefill_len,
+            self.positions(),
+            self.shift,
+            input_batch.input_ids,
         )
+        return is_tree
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vllm_weaver.kernels.ancestors import ancestor_mask_words
 from vllm_weaver.kernels.common import Impl
+from vllm_weaver.kernels.tree_step import store_trees
 
 _EMPTY = {"tokens": -1, "parents": -1, "depths": 0, "logprobs": float("-inf"), "num_nodes": 0}
 _DTYPES = {
@@ -70,6 +71,10 @@ class Tree:
             logprobs = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         whole = torch.full((num_requests,), num_slots, dtype=torch.int32, device=tokens.device)
         return cls(tokens.to(torch.int64), index - 1, index, logprobs, whole).truncate(num_nodes)
+
+    def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """tokens, parents, depths, logprobs and num_nodes."""
+        return self.tokens, self.parents, self.depths, self.logprobs, self.num_nodes
 
     @property
     def num_slots(self) -> int:
@@ -156,36 +161,25 @@ def _refuse(bad: Tensor, values: Tensor, rule: str) -> None:
 
 
 class TreeBuffers:
-    """Trees kept between steps, by request state index; all memory is allocated here, once.
-
-    A batch refers to its rows by `idx_mapping`, int32 [R]; entries outside [0, max_num_reqs) stand for
-    padding rows: they are read as empty trees, and nothing is kept of what they write."""
+    """Trees kept between steps, by request state index; all memory is allocated here, once."""
 
     def __init__(self, max_num_reqs: int, num_slots: int, device: torch.device | str) -> None:
-        self.max_num_reqs = max_num_reqs
-        # The extra row takes the writes of padding rows, which saves a device-to-host count of the real ones.
-        self.trees = Tree.empty(max_num_reqs + 1, num_slots, device)
+        self.trees = Tree.empty(max_num_reqs, num_slots, device)
 
-    def scatter(self, tree: Tree, idx_mapping: Tensor) -> None:
-        """Stores the batch's trees under their request state indices, which must be distinct."""
+    def store(self, tree: Tree, rows: Tensor, drafts: Tensor) -> None:
+        """Keeps the batch's trees under their request state indices `rows` int64 [R] and writes their tokens,
+        root left out, to `drafts` int64 [R, N - 1]. Rows outside [0, max_num_reqs) are padding, of which
+        nothing is kept; the others must be distinct. `ValueError` for trees of another number of slots."""
         if tree.num_slots != self.trees.num_slots:
             raise ValueError(
                 f"TreeBuffers hold {self.trees.num_slots} slots a request, but the tree has {tree.num_slots}."
             )
-        rows = self._rows(idx_mapping)
-        for field in fields(tree):
-            getattr(self.trees, field.name).index_copy_(0, rows, getattr(tree, field.name))
+        store_trees(tree.arrays(), self.trees.arrays(), rows, drafts)
 
-    def gather(self, idx_mapping: Tensor) -> Tree:
-        """The trees of a batch, in batch order."""
-        rows = self._rows(idx_mapping)
-        tree = Tree(**{f.name: getattr(self.trees, f.name).index_select(0, rows) for f in fields(Tree)})
-        return tree.truncate(tree.num_nodes.masked_fill(rows == self.max_num_reqs, 0))
+    def nodes(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """tokens, parents, depths [S, N] and num_nodes [S], by request state index."""
+        return self.trees.tokens, self.trees.parents, self.trees.depths, self.trees.num_nodes
 
-    def clear(self, idx_mapping: Tensor) -> None:
-        """Forgets the trees of these requests, as for a state index that a new request takes over."""
-        self.trees.num_nodes.index_fill_(0, self._rows(idx_mapping), 0)
-
-    def _rows(self, idx_mapping: Tensor) -> Tensor:
-        known = (idx_mapping >= 0) & (idx_mapping < self.max_num_reqs)
-        return torch.where(known, idx_mapping, self.max_num_reqs).to(torch.int64)
+    def clear(self, state_index: int) -> None:
+        """Forgets a request's tree, as for a state index that a new request takes over."""
+        self.trees.num_nodes[state_index] = 0

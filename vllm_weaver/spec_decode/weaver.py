@@ -13,8 +13,9 @@ R = W_lm_head @ lm_head_query_in.weight (residual rows), both [V, r].
 
 There are two ways to run node rows. `forward_nodes` takes a whole node set with its ancestor mask and is
 differentiable: it is what training uses and what the tests hold to be true. `step_nodes` takes only the new
-nodes of a round and a cache of earlier nodes' keys and values: it is what the proposer uses. Both go through
-the same block code.
+nodes of a round and a cache of earlier nodes' keys and values: it is what the proposer uses where there is no
+Triton. Both go through the same block code. On a GPU the proposer runs kernels over the same weights, see
+`kernels/weaver_growth.py`.
 
 Letters in shapes: R requests, D draft depth, n node rows of a call, N node slots of a cache, P pool size, V
 vocabulary, d target hidden size (`d_model`), r head width (`d_rank`), H heads, h = r / H head dimension, L
@@ -31,8 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_weaver.kernels.common import Impl
-from vllm_weaver.kernels.weaver_attention import attend, weaver_attention
+from vllm_weaver.kernels.ancestors import unpack_mask
+from vllm_weaver.kernels.weaver_attention import attend
 
 _NORM_EPS = 1e-6
 _MAX_SIZE = 1 << 20  # far above any real size; keeps a damaged config from asking for absurd memory
@@ -267,8 +268,8 @@ class WeaverHead(nn.Module):
             )
         return table.to(self.dtype).T.contiguous()
 
-    def prompt(self, hidden: Tensor, draft_hidden: Tensor) -> PrefixKV:
-        """Runs the D + 1 prompt rows and returns their keys and values.
+    def prompt_rows(self, hidden: Tensor, draft_hidden: Tensor) -> Tensor:
+        """The prompt's input rows [R, D + 1, d] in the head's dtype.
 
         hidden [R, d]: the target's final normed hidden state at the token whose logits gave the root token;
         draft_hidden [R, D, d]: the draft's output at its D mask positions, 1 <= D <= K (`ValueError`
@@ -281,8 +282,12 @@ class WeaverHead(nn.Module):
             )
         self._check_width("hidden state", hidden, self.config.d_model, "d_model")
         self._check_width("draft hidden state", draft_hidden, self.config.d_model, "d_model")
-        rows = torch.cat((hidden.unsqueeze(1), draft_hidden), dim=1).to(self.dtype)
-        x = self.proposal_in(self.output_norm(rows))
+        return torch.cat((hidden.unsqueeze(1), draft_hidden), dim=1).to(self.dtype)
+
+    def prompt(self, hidden: Tensor, draft_hidden: Tensor) -> PrefixKV:
+        """Runs the D + 1 prompt rows (see `prompt_rows`) and returns their keys and values."""
+        x = self.proposal_in(self.output_norm(self.prompt_rows(hidden, draft_hidden)))
+        depth = draft_hidden.shape[1]
         causal = torch.ones(depth + 1, depth + 1, dtype=torch.bool, device=x.device).tril()
         positions = torch.arange(depth + 1, device=x.device)
         prefix = PrefixKV([], [])
@@ -315,8 +320,6 @@ class WeaverHead(nn.Module):
         mask_words: Tensor,
         prefix: PrefixKV,
         nodes: NodeKV,
-        *,
-        impl: Impl = "auto",
     ) -> Tensor:
         """Queries [R, n, r] of the n new nodes of a round; writes their keys and values into `nodes`.
 
@@ -325,6 +328,7 @@ class WeaverHead(nn.Module):
         when the row attends to slot j; that includes its own slot, and never a slot that no round has
         written."""
         spare = nodes.keys.shape[2] - 1
+        visible = unpack_mask(mask_words, spare + 1)
         rows = torch.where((slots >= 0) & (slots < spare), slots, spare).to(torch.int64)
         index = rows[..., None, None].expand(-1, -1, *nodes.keys.shape[3:])
 
@@ -332,7 +336,7 @@ class WeaverHead(nn.Module):
             nodes.keys[layer].scatter_(1, index, k)
             nodes.values[layer].scatter_(1, index, v)
             kv = (prefix.keys[layer], prefix.values[layer], nodes.keys[layer], nodes.values[layer])
-            return weaver_attention(q, *kv, mask_words, impl=impl)
+            return attend(q, *kv, visible)
 
         return self.out_norm(self._run(x, rope_positions, cached_attention))
 
@@ -342,14 +346,17 @@ class WeaverHead(nn.Module):
         shape = (cfg.num_layers, num_requests, num_slots + 1, cfg.num_heads, cfg.head_dim)
         return NodeKV(*(torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2)))
 
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [*, h / 2] at these positions [*]."""
+        cfg = self.config
+        exponent = torch.arange(0, cfg.head_dim, 2, device=positions.device, dtype=dtype) / cfg.head_dim
+        angles = positions.unsqueeze(-1).to(dtype) * cfg.rope_base**-exponent
+        return angles.cos(), angles.sin()
+
     def _run(
         self, x: Tensor, positions: Tensor, attention: Callable[[int, Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
-        cfg = self.config
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        exponent = torch.arange(0, cfg.head_dim, 2, device=x.device, dtype=dtype) / cfg.head_dim
-        angles = positions.unsqueeze(-1).to(dtype) * cfg.rope_base**-exponent
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = self.rope(positions, torch.promote_types(x.dtype, torch.float32))
         for layer, block in enumerate(self.blocks):
             q, k, v = block.project(x, cos, sin)  # type: ignore[operator]
             x = block.combine(x, attention(layer, q, k, v))  # type: ignore[operator]

@@ -1,0 +1,202 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The cost of a decode step on a GPU: plain decoding, in-tree chain DFlash, dflash_tfm at several budgets.
+
+    python scripts/bench_step.py --out results/step.json
+
+All arms run in this process on one set of dummy weights (what is compared is the step, not the acceptance).
+Every arm is measured in turns with plain decoding (A B A B); its ratio is that of the medians. First the demo
+models must decode with trees what they decode plainly, in the same compilation mode, or nothing is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tests`: the gate compares as the tests do
+
+from bench_lib.provenance import BenchmarkError, provenance, say, table, write_json
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+GATE_BUDGET = 32
+
+
+def engine_options(mode: str, contexts: list[int], extra: dict[str, Any]) -> dict[str, Any]:
+    """Options of all arms. Mode `default` is vLLM's own; `0` compiles nothing and captures decode steps."""
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": max(contexts) + 1024,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 2048,
+        "enable_prefix_caching": False,
+        "async_scheduling": True,
+        "gpu_memory_utilization": 0.3,
+        "kv_cache_memory_bytes": 3 << 30,
+        "attention_backend": "FLASH_ATTN",
+        "additional_config": {"gdn_prefill_backend": "triton"},
+    }
+    if mode == "0":
+        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return options | extra
+
+
+def check_losslessness(mode: str) -> dict[str, Any]:
+    """Trees on the demo models must give plain decoding's text; BenchmarkError otherwise."""
+    from tests.e2e import harness
+
+    options: dict[str, Any] = {
+        "enforce_eager": False,
+        "gpu_memory_utilization": 0.2,
+        "attention_backend": "FLASH_ATTN",
+        "additional_config": {"gdn_prefill_backend": "triton"},
+    }
+    if mode == "0":
+        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    say("gate: the demo models, plain and with trees")
+    with harness.engine(harness.DEMO / "target", **options) as llm:
+        references = harness.references(llm, harness.demo_prompts(llm.get_tokenizer(), 8), 64)
+    with harness.engine(harness.DEMO / "target", **options, **harness.trees(GATE_BUDGET)) as llm:
+        outputs = harness.greedy(llm, [r.prompt for r in references], 64)
+        stats = harness.runner(llm).model_state.step.stats.read()
+    try:
+        harness.assert_identical(references, outputs)
+    except AssertionError as error:
+        raise BenchmarkError(f"the correctness gate failed, so nothing is reported: {error}") from None
+    if stats["branching_paths"] == 0:
+        raise BenchmarkError("the correctness gate failed: no accepted path left the first children")
+    return {"prompts": len(references), "tokens": 64, "budget": GATE_BUDGET, **stats}
+
+
+def profile(engine: Any, context: int) -> tuple[dict[str, float], list[tuple[str, float, float]]]:
+    """Parts of a step in milliseconds, and the slowest kernels."""
+    import torch
+    from bench_lib.parts import break_down, kernels_of, slowest
+
+    first, recorder = 16, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def begin() -> None:
+        torch.cuda.synchronize()
+        recorder.start()
+
+    engine.during(context, 3 * first, begin, first)
+    torch.cuda.synchronize()
+    recorder.stop()
+    kernels, steps = kernels_of(recorder), max(1, len(engine.starts) - first)
+    return break_down(kernels, steps), slowest(kernels, steps)
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All arms; the report as a dictionary."""
+    from bench_lib.engines import Arm, Engine, share_dummy_weights
+    from bench_lib.shapes import BLOCK, SHAPES, write_models
+
+    models = write_models(folder, SHAPES[arguments.shape])
+    options = engine_options(arguments.mode, arguments.contexts, {})
+    arms = [Arm(f"tfm {budget}", "dflash_tfm", budget) for budget in arguments.budgets]
+    arms += [Arm("tfm chain", "dflash_tfm", BLOCK - 1, "chain"), Arm("dflash", "dflash", BLOCK - 1)]
+    if arguments.arms:
+        arms = [arm for arm in arms if arm.name in arguments.arms]
+    share_dummy_weights()
+    plain = Engine.start(Arm("plain"), models, options)
+    for context in arguments.contexts:
+        plain.step_ms(context, arguments.steps)
+    results: dict[str, Any] = {}
+    for arm in arms:
+        engine = Engine.start(arm, models, options)
+        results[arm.name] = {}
+        for context in arguments.contexts:
+            engine.step_ms(context, arguments.steps)  # compiles what compiles late
+            turns: dict[str, list[float]] = {"plain": [], "arm": []}
+            for _ in range(arguments.rounds):
+                turns["plain"].append(plain.step_ms(context, arguments.steps))
+                turns["arm"].append(engine.step_ms(context, arguments.steps))
+            parts, top = profile(engine, context)
+            ratio = statistics.median(turns["arm"]) / statistics.median(turns["plain"])
+            say(f"{arm.name}, context {context}: {ratio:.3f} x plain")
+            results[arm.name][str(context)] = {
+                "ratio": ratio,
+                "plain_ms": turns["plain"],
+                "arm_ms": turns["arm"],
+                "parts_ms": parts,
+                "slowest": top,
+            }
+        engine.close()
+    parts = {str(c): profile(plain, c)[0] for c in arguments.contexts}
+    return {"arms": results, "plain_parts_ms": parts}
+
+
+def report(results: dict[str, Any], contexts: list[int]) -> str:
+    """The tables: ratios, then parts."""
+    lines = []
+    for context in map(str, contexts):
+        dflash = results["arms"].get("dflash", {}).get(context)
+        rows = []
+        for name, found in results["arms"].items():
+            entry = found[context]
+            arm, plain = statistics.median(entry["arm_ms"]), statistics.median(entry["plain_ms"])
+            against = entry["ratio"] / dflash["ratio"] if dflash else float("nan")
+            spread = max(entry["arm_ms"]) / min(entry["arm_ms"]) - 1
+            rows.append([name, arm, plain, entry["ratio"], against, f"{100 * spread:.1f} %"])
+        columns = [f"context {context}", "ms", "plain ms", "/ plain", "/ dflash", "spread"]
+        lines += [table(columns, rows), ""]
+        names = sorted({part for found in results["arms"].values() for part in found[context]["parts_ms"]})
+        columns = ["ms a step (profiled)", "plain", *results["arms"]]
+        sources = [
+            results["plain_parts_ms"][context],
+            *(f[context]["parts_ms"] for f in results["arms"].values()),
+        ]
+        lines += [table(columns, [[name, *(s.get(name, 0.0) for s in sources)] for name in names]), ""]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="27b", choices=["27b", "2b"], help="target shape (default 27b)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 8192], help="prompt lengths")
+    parser.add_argument("--budgets", type=int, nargs="*", default=[8, 16, 32, 64, 128], help="tree budgets")
+    parser.add_argument("--arms", nargs="+", help="only these of: 'tfm BUDGET', 'tfm chain', 'dflash'")
+    parser.add_argument(
+        "--mode", default="default", choices=["default", "0"], help="compilation mode of all arms"
+    )
+    parser.add_argument("--steps", type=int, default=48, help="steps a measurement (default 48)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each pair of arms (default 3)")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    arguments = parser.parse_args()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import torch
+
+    try:
+        if not torch.cuda.is_available():
+            raise BenchmarkError("this benchmark needs a CUDA device, and torch finds none")
+        from vllm_weaver import plugin
+
+        plugin.register()  # where the package is not installed there is no entry point
+        gate = check_losslessness(arguments.mode)
+        with tempfile.TemporaryDirectory() as folder:
+            results = measure(arguments, Path(folder))
+        facts = provenance(shape=arguments.shape, mode=arguments.mode, batch=1, gate=gate)
+        write_json(arguments.out, {"provenance": facts, **results})
+        print(report(results, arguments.contexts))
+    except BenchmarkError as error:
+        print(f"bench_step: FAILED: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,510 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Weaver head's matrix products for a few rows: every weight is streamed once, the rest rides along.
+
+    project:  out = [norm](x) · Wᵀ + bias [+ residual]                  proposal_in, o_proj, down_proj
+    qkv:      q, k, v = norm(x) · Wᵀ; q and k rotated, k and v written to the cache
+    gate_up:  out = silu(g) · u with (g, u) = norm(x) · Wᵀ + bias
+
+    norm(x) = x / rms(x) · weight + shift, and as both factors commute with the product,
+    norm(x) · Wᵀ = ((x · weight) · Wᵀ) / rms(x) + W · shift
+
+so that one pass over x gives product and rms; `W · shift` is folded into the fp32 bias once, at load.
+
+Layout: x [M, K], or a table [*, K] with a row index a row; W [N, K], K a multiple of 16; the cache is [2, R,
+S, H, h], keys then values, with the D + 1 prompt rows before the node slots. Products in the dtype of the
+weights with fp32 accumulation.
+
+Floor: 2·N·K bytes of weights in a 16-bit dtype; x is read once a program (from L2), M <= 32 rows are one
+tile. A program owns 16 output columns (two groups of 16 for a rotated or gated pair) and all of K, which its
+warps share out as the batch of a three-dimensional product: partial sums never leave the program. Neither
+normed rows, unrotated keys nor the gate are ever materialised."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_weaver.kernels.common import expect, expect_dense_last
+
+COLUMNS = 16
+"""Output columns of a group; `gate_up` pads its output with zeros to a multiple of it."""
+USE_PDL = True
+"""Programmatic dependent launches (compute capability 9.0 on): a kernel is set up while the one before it
+still runs, and waits before it reads. Only the tuning script turns this off."""
+STAGES = {1: 5, 2: 4}
+"""Depth of the pipeline of loads for programs of one and of two groups: at most 99 KiB of shared memory."""
+PREFETCH = True
+"""With USE_PDL: the weights are asked for before the wait. Only the tuning script turns this off."""
+_DOT_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_EPS = tl.constexpr(1e-6)
+
+
+def launch_options(tensor: Tensor) -> dict[str, bool]:
+    """The keyword arguments of a launch that turn on programmatic dependent launches where they exist."""
+    if not tensor.is_cuda:
+        return {"PDL": False}
+    pdl = USE_PDL and torch.cuda.get_device_capability(tensor.device)[0] >= 9
+    return {"PDL": pdl, "launch_pdl": pdl}
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Must precede every access to what another kernel writes: with PDL the one before may still be running.
+
+    The next kernel may be set up from here on. As all kernels wait, one that has finished waiting knows that
+    all earlier ones, not only the last, are complete."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _weight_rows(w_ptr, first, apart, K: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
+    """Pointers to the weight rows of a program: COLUMNS from `first` on, and in a second group `apart`."""
+    column = tl.arange(0, GROUPS * COLUMNS)
+    row = first + column % COLUMNS + (column // COLUMNS) * apart
+    return w_ptr + row.to(tl.int64) * K
+
+
+@triton.jit
+def _prefetch(w_ptr, first, apart, count, K: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
+    """Asks for a program's weights to be brought into L2: they depend on no other kernel, so that this goes
+    on while the one before still runs. Missing rows are replaced by the first."""
+    LINE: tl.constexpr = 64  # columns; at least one request for every 128 bytes in a 16-bit dtype
+    LINES: tl.constexpr = triton.next_power_of_2((K + LINE - 1) // LINE)
+    column = tl.minimum(tl.arange(0, LINES) * LINE, K - 1)
+    rows = _weight_rows(w_ptr, first, apart, K, COLUMNS, GROUPS)
+    live = tl.arange(0, GROUPS * COLUMNS) % COLUMNS < count
+    address = tl.where(live, rows, w_ptr)[:, None] + column[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [address.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _product(
+    x_rows,  # [BLOCK_M] pointers to rows of K
+    live,  # [BLOCK_M]
+    norm_ptr,  # [K]
+    w_rows,  # [BLOCK_N] pointers to rows of K
+    w_live,  # [BLOCK_N]
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,  # parts of K, one a warp
+    STAGES: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """[BLOCK_M, BLOCK_N] in fp32: [norm](x) · Wᵀ without the norm's shift."""
+    offset = tl.arange(0, SPLIT)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    total = tl.zeros((SPLIT, BLOCK_M, BLOCK_N), dtype=tl.float32)
+    squares = tl.zeros((SPLIT, BLOCK_M, BLOCK_K), dtype=tl.float32)
+    for start in tl.range(0, K, SPLIT * BLOCK_K, num_stages=STAGES):
+        column = start + offset
+        inside = (column < K)[:, None, :]
+        x = tl.load(x_rows[None, :, None] + column[:, None, :], mask=live[None, :, None] & inside, other=0.0)
+        w = tl.load(
+            w_rows[None, :, None] + column[:, None, :], mask=w_live[None, :, None] & inside, other=0.0
+        )
+        if NORM:
+            weight = tl.load(norm_ptr + column, mask=column < K, other=0.0).to(tl.float32)
+            wide = x.to(tl.float32)
+            squares += wide * wide
+            x = (wide * weight[:, None, :]).to(x.dtype)
+        total = tl.dot(x.to(DOT_DTYPE), tl.permute(w.to(DOT_DTYPE), (0, 2, 1)), total, input_precision="ieee")
+    product = tl.sum(total, axis=0)
+    if NORM:
+        mean = tl.sum(tl.sum(squares, axis=2), axis=0) / K
+        product = product * tl.rsqrt(mean + _EPS)[:, None]
+    return product
+
+
+@triton.jit
+def _pair_product(
+    x_ptr,
+    index_ptr,
+    norm_ptr,
+    w_ptr,
+    row,
+    live,
+    first,  # weight row of the first column
+    apart,  # distance to the second of each pair
+    count,  # pairs that exist
+    K: tl.constexpr,
+    GATHER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """Two [BLOCK_M, COLUMNS] products of normed rows: weight rows from `first` on, and those `apart`."""
+    w_live = tl.arange(0, 2 * COLUMNS) % COLUMNS < count
+    source = row.to(tl.int64)
+    if GATHER:
+        source = tl.load(index_ptr + row, mask=live, other=0).to(tl.int64)
+    product = _product(
+        x_ptr + source * K,
+        live,
+        norm_ptr,
+        _weight_rows(w_ptr, first, apart, K, COLUMNS, 2),
+        w_live,
+        K,
+        True,
+        BLOCK_M,
+        2 * COLUMNS,
+        BLOCK_K,
+        SPLIT,
+        STAGES,
+        DOT_DTYPE,
+    )
+    return tl.split(tl.permute(tl.reshape(product, (BLOCK_M, 2, COLUMNS)), (0, 2, 1)))
+
+
+@triton.jit
+def _project_kernel(
+    x_ptr,  # [M, K]
+    norm_ptr,  # [K]
+    w_ptr,  # [N, K]
+    bias_ptr,  # [N] fp32
+    residual_ptr,  # [M, N], or a table [*, N]
+    index_ptr,  # [M] rows of the table
+    out_ptr,  # [M, N]
+    M,
+    N,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATHER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start = tl.program_id(0) * COLUMNS
+    if PREFETCH:
+        _prefetch(w_ptr, start, 0, N - start, K, COLUMNS, 1)
+    wait_for_inputs(PDL)
+    column = start + tl.arange(0, COLUMNS)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = row < M
+    here = live[:, None] & (column < N)[None, :]
+    product = _product(
+        x_ptr + row.to(tl.int64) * K,
+        live,
+        norm_ptr,
+        _weight_rows(w_ptr, start, 0, K, COLUMNS, 1),
+        column < N,
+        K,
+        NORM,
+        BLOCK_M,
+        COLUMNS,
+        BLOCK_K,
+        SPLIT,
+        STAGES,
+        DOT_DTYPE,
+    )
+    product += tl.load(bias_ptr + column, mask=column < N, other=0.0)[None, :]
+    if RESIDUAL:
+        source = row.to(tl.int64)
+        if GATHER:
+            source = tl.load(index_ptr + row, mask=live, other=0).to(tl.int64)
+        product += tl.load(residual_ptr + source[:, None] * N + column[None, :], mask=here, other=0.0).to(
+            tl.float32
+        )
+    out = out_ptr + row.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(out, product.to(out_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _qkv_kernel(
+    x_ptr,  # [M, K], or a table [*, K]
+    index_ptr,  # [M] rows of the table
+    norm_ptr,  # [K]
+    w_ptr,  # [3 * H * h, K]
+    bias_ptr,  # [3 * H * h] fp32
+    cos_ptr,  # [positions, h / 2] fp32
+    sin_ptr,  # [positions, h / 2] fp32
+    position_ptr,  # [M]
+    place_ptr,  # [M] cache rows, negative: nothing is written
+    q_ptr,  # [M, H, h] out
+    cache_ptr,  # [2, R, S, H, h] out
+    M,
+    n,  # rows a request
+    R,
+    S,
+    H,
+    h,
+    first_part,  # 0, or H where queries are not wanted
+    tiles,  # groups of columns in half a head
+    K: tl.constexpr,
+    GATHER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    part = first_part + tl.program_id(0) // tiles  # a head's q, k or v: heads of q, of k, of v
+    half = h // 2
+    start = (tl.program_id(0) % tiles) * COLUMNS
+    if PREFETCH:
+        _prefetch(w_ptr, part * h + start, half, half - start, K, COLUMNS, 2)
+    wait_for_inputs(PDL)
+    column = start + tl.arange(0, COLUMNS)
+    inside = column < half
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = row < M
+    first, second = _pair_product(
+        x_ptr,
+        index_ptr,
+        norm_ptr,
+        w_ptr,
+        row,
+        live,
+        part * h + start,
+        half,
+        half - start,
+        K,
+        GATHER,
+        COLUMNS,
+        BLOCK_M,
+        BLOCK_K,
+        SPLIT,
+        STAGES,
+        DOT_DTYPE,
+    )
+    bias = bias_ptr + part * h + column
+    first += tl.load(bias, mask=inside, other=0.0)[None, :]
+    second += tl.load(bias + half, mask=inside, other=0.0)[None, :]
+    here = live[:, None] & inside[None, :]
+    section = part // H
+    if section < 2:
+        position = tl.load(position_ptr + row, mask=live, other=0)
+        at = position[:, None] * half + column[None, :]
+        cos = tl.load(cos_ptr + at, mask=here, other=0.0)
+        sin = tl.load(sin_ptr + at, mask=here, other=0.0)
+        first, second = first * cos - second * sin, second * cos + first * sin
+    row = row.to(tl.int64)
+    offset = ((part % H) * h + column)[None, :]
+    dtype = q_ptr.dtype.element_ty
+    if section == 0:
+        out = q_ptr + row[:, None] * (H * h) + offset
+    else:
+        place = tl.load(place_ptr + row, mask=live, other=-1)
+        here = here & ((place >= 0) & (place < S))[:, None]
+        line = ((section - 1) * R + row // n) * S + place
+        out = cache_ptr + line[:, None] * (H * h) + offset
+    tl.store(out, first.to(dtype), mask=here)
+    tl.store(out + half, second.to(dtype), mask=here)
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr,  # [M, K]
+    norm_ptr,  # [K]
+    w_ptr,  # [2 * N, K]
+    bias_ptr,  # [2 * N] fp32
+    out_ptr,  # [M, WIDTH] out
+    M,
+    N,
+    WIDTH,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start = tl.program_id(0) * COLUMNS
+    if PREFETCH:
+        _prefetch(w_ptr, start, N, N - start, K, COLUMNS, 2)
+    wait_for_inputs(PDL)
+    column = start + tl.arange(0, COLUMNS)
+    inside = column < N
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = row < M
+    gate, up = _pair_product(
+        x_ptr,
+        x_ptr,
+        norm_ptr,
+        w_ptr,
+        row,
+        live,
+        start,
+        N,
+        N - start,
+        K,
+        False,
+        COLUMNS,
+        BLOCK_M,
+        BLOCK_K,
+        SPLIT,
+        STAGES,
+        DOT_DTYPE,
+    )
+    gate += tl.load(bias_ptr + column, mask=inside, other=0.0)[None, :]
+    up += tl.load(bias_ptr + N + column, mask=inside, other=0.0)[None, :]
+    out = tl.where(inside[None, :], gate * tl.sigmoid(gate) * up, 0.0)
+    at = out_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=live[:, None])
+
+
+def _tiles(x: Tensor, weight: Tensor, num_rows: int, groups: int) -> tuple[int, dict[str, object]]:
+    """Row tiles, and the keyword arguments that all three kernels share, for programs of 1 or 2 groups."""
+    tile = min(2, triton.cdiv(num_rows, 16))
+    launch = launch_options(x)
+    meta: dict[str, object] = {
+        "K": weight.shape[1],
+        "COLUMNS": COLUMNS,
+        "BLOCK_M": 16 * tile,
+        "BLOCK_K": 128 // (tile * x.element_size()),
+        "SPLIT": 4,
+        "STAGES": STAGES[groups],
+        "DOT_DTYPE": _DOT_DTYPES.get(x.dtype, tl.float32) if x.is_cuda else tl.float32,
+        "PREFETCH": PREFETCH and launch["PDL"],
+        "num_warps": 4,
+        **launch,
+    }
+    return triton.cdiv(num_rows, 16 * tile), meta
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor, norm_weight: Tensor | None) -> None:
+    width = weight.shape[1]
+    expect("x", x, (None, width), device=x.device, dtypes=(weight.dtype,))
+    expect("weight", weight, (None, width), device=x.device)
+    expect("bias", bias, (len(weight),), device=x.device, dtypes=(torch.float32,))
+    if norm_weight is not None:
+        expect("norm_weight", norm_weight, (width,), device=x.device)
+    for name, tensor in (("x", x), ("weight", weight)):
+        expect_dense_last(name, tensor)
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
+
+
+def project(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    index: Tensor | None = None,
+) -> Tensor:
+    """`[norm](x) · weightᵀ + bias [+ residual]`, [M, N] in x's dtype.
+
+    x [M, K]; weight [N, K]; bias fp32 [N], with the norm's shift folded in; residual [M, N], or a table [*,
+    N] whose rows index int32 [M] (each a valid row) names."""
+    _check(x, weight, bias, norm_weight)
+    num_rows, width = len(x), len(weight)
+    if residual is not None:
+        expect("residual", residual, (None if index is not None else num_rows, width), device=x.device)
+    out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    row_tiles, meta = _tiles(x, weight, num_rows, 1)
+    _project_kernel[(triton.cdiv(width, COLUMNS), row_tiles)](
+        x,
+        x if norm_weight is None else norm_weight,
+        weight,
+        bias,
+        x if residual is None else residual,
+        x if index is None else index,
+        out,
+        num_rows,
+        width,
+        NORM=norm_weight is not None,
+        RESIDUAL=residual is not None,
+        GATHER=index is not None,
+        **meta,
+    )
+    return out
+
+
+def qkv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor,
+    rope: tuple[Tensor, Tensor],
+    positions: Tensor,
+    places: Tensor,
+    cache: Tensor,
+    *,
+    index: Tensor | None = None,
+    queries: bool = True,
+) -> Tensor | None:
+    """Rotated queries [R · n, H, h] of n rows a request; their keys and values go to the cache [2, R, S, H,
+    h].
+
+    x [R · n, K], or a table [*, K] whose rows index int32 [R · n] names; rope: cosines and sines fp32
+    [positions, h / 2]; positions int32 [R · n] are rows of these; places int32 [R · n]: cache rows, outside
+    [0, S) for a row that must not be written. queries False computes keys and values only."""
+    _check(x, weight, bias, norm_weight)
+    num_rows = len(positions)
+    num_requests, length, num_heads, head_dim = cache.shape[1:]
+    expect("cache", cache, (2, None, None, None, None), device=x.device, dtypes=(x.dtype,))
+    expect("weight", weight, (3 * num_heads * head_dim, None), device=x.device)
+    expect("positions", positions, (num_rows,), device=x.device, dtypes=(torch.int32,))
+    expect("places", places, (num_rows,), device=x.device, dtypes=(torch.int32,))
+    q = torch.empty(num_rows, num_heads, head_dim, dtype=x.dtype, device=x.device) if queries else None
+    row_tiles, meta = _tiles(x, weight, num_rows, 2)
+    half_tiles = triton.cdiv(head_dim // 2, COLUMNS)
+    first_part = 0 if queries else num_heads
+    _qkv_kernel[((3 * num_heads - first_part) * half_tiles, row_tiles)](
+        x,
+        positions if index is None else index,
+        norm_weight,
+        weight,
+        bias,
+        *rope,
+        positions,
+        places,
+        cache if q is None else q,
+        cache,
+        num_rows,
+        num_rows // num_requests,
+        num_requests,
+        length,
+        num_heads,
+        head_dim,
+        first_part,
+        half_tiles,
+        GATHER=index is not None,
+        **meta,
+    )
+    return q
+
+
+def gate_up(x: Tensor, weight: Tensor, bias: Tensor, norm_weight: Tensor) -> Tensor:
+    """`silu(gate) · up` [M, width] of normed rows x [M, K], weight [2 · N, K] (gate first) and bias fp32 [2 ·
+    N].
+
+    width is N rounded up to a multiple of COLUMNS; the columns from N on are zero."""
+    _check(x, weight, bias, norm_weight)
+    size = len(weight) // 2
+    tiles = triton.cdiv(size, COLUMNS)
+    out = torch.empty(len(x), tiles * COLUMNS, dtype=x.dtype, device=x.device)
+    row_tiles, meta = _tiles(x, weight, len(x), 2)
+    _gate_up_kernel[(tiles, row_tiles)](
+        x, norm_weight, weight, bias, out, len(x), size, tiles * COLUMNS, **meta
+    )
+    return out
