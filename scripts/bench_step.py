@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,22 +100,30 @@ def profile(engine: Any, context: int) -> tuple[dict[str, float], list[tuple[str
     return break_down(kernels, steps), slowest(kernels, steps)
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All arms; the report as a dictionary."""
+def measure(
+    arguments: argparse.Namespace, folder: Path, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """All arms; the report as a dictionary, which also goes to `keep` whenever an arm is done."""
     from bench_lib.engines import Arm, Engine, share_dummy_weights
     from bench_lib.shapes import BLOCK, SHAPES, write_models
 
     models = write_models(folder, SHAPES[arguments.shape])
     options = engine_options(arguments.mode, arguments.contexts, {})
-    arms = [Arm(f"tfm {budget}", "dflash_tfm", budget) for budget in arguments.budgets]
-    arms += [Arm("tfm chain", "dflash_tfm", BLOCK - 1, "chain"), Arm("dflash", "dflash", BLOCK - 1)]
+    arms = [Arm("dflash", "dflash", BLOCK - 1), Arm("tfm chain", "dflash_tfm", BLOCK - 1, "chain")]
+    arms += [Arm(f"tfm {budget}", "dflash_tfm", budget) for budget in arguments.budgets]
     if arguments.arms:
-        arms = [arm for arm in arms if arm.name in arguments.arms]
+        by_name = {arm.name: arm for arm in arms}
+        unknown = [name for name in arguments.arms if name not in by_name]
+        if unknown:
+            raise BenchmarkError(f"there is no arm {unknown[0]!r}; there are {', '.join(map(repr, by_name))}")
+        arms = [by_name[name] for name in arguments.arms]
     share_dummy_weights()
     plain = Engine.start(Arm("plain"), models, options)
     for context in arguments.contexts:
         plain.step_ms(context, arguments.steps)
+    parts = {str(c): profile(plain, c)[0] for c in arguments.contexts}
     results: dict[str, Any] = {}
+    report = {"arms": results, "plain_parts_ms": parts}
     for arm in arms:
         engine = Engine.start(arm, models, options)
         results[arm.name] = {}
@@ -135,8 +144,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 "slowest": top,
             }
         engine.close()
-    parts = {str(c): profile(plain, c)[0] for c in arguments.contexts}
-    return {"arms": results, "plain_parts_ms": parts}
+        keep(report)
+    return report
 
 
 def report(results: dict[str, Any], contexts: list[int]) -> str:
@@ -168,7 +177,9 @@ def main() -> int:
     parser.add_argument("--shape", default="27b", choices=["27b", "2b"], help="target shape (default 27b)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 8192], help="prompt lengths")
     parser.add_argument("--budgets", type=int, nargs="*", default=[8, 16, 32, 64, 128], help="tree budgets")
-    parser.add_argument("--arms", nargs="+", help="only these of: 'tfm BUDGET', 'tfm chain', 'dflash'")
+    parser.add_argument(
+        "--arms", nargs="+", help="only these, in this order: 'tfm BUDGET', 'tfm chain', 'dflash'"
+    )
     parser.add_argument(
         "--mode", default="default", choices=["default", "0"], help="compilation mode of all arms"
     )
@@ -187,10 +198,13 @@ def main() -> int:
 
         plugin.register()  # where the package is not installed there is no entry point
         gate = check_losslessness(arguments.mode)
-        with tempfile.TemporaryDirectory() as folder:
-            results = measure(arguments, Path(folder))
         facts = provenance(shape=arguments.shape, mode=arguments.mode, batch=1, gate=gate)
-        write_json(arguments.out, {"provenance": facts, **results})
+        with tempfile.TemporaryDirectory() as folder:
+            results = measure(
+                arguments,
+                Path(folder),
+                lambda found: write_json(arguments.out, {"provenance": facts, **found}),
+            )
         print(report(results, arguments.contexts))
     except BenchmarkError as error:
         print(f"bench_step: FAILED: {error}", file=sys.stderr, flush=True)

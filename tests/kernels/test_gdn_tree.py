@@ -94,7 +94,7 @@ def test_block_sizes(block: int, pull: int, device: torch.device) -> None:
         make_problem([("random", 70, 3)], device, heads=1),
         "triton",
         5e-5,
-        tuning=GdnTuning(block=block, pull=pull),
+        tuning=GdnTuning(block=block, pull=pull, block_v=32),
     )
 
 
@@ -120,7 +120,10 @@ def test_relative_error_on_tensor_cores(block: int, precision: str) -> None:
     )  # fmt: skip
     step, nodes = problem.step, problem.step.node_rows()
     out, stash = problem.verify(
-        "triton", "vk", out_dtype=torch.float32, tuning=GdnTuning(block=block, precision=precision)
+        "triton",
+        "vk",
+        out_dtype=torch.float32,
+        tuning=GdnTuning(block=block, pull=32, block_v=32, precision=precision),
     )
     wanted, true_stash = (
         torch.zeros_like(out),

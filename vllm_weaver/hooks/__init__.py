@@ -28,8 +28,10 @@ HOOKS: tuple[Hook, ...] = (
         make="vllm_weaver.hooks.config_side:create_engine_config",
         phase="config",
         kind="wrap",
-        reason="check the whole configuration before weights are loaded, and report a mistake as one line",
-        removal="vLLM lets a speculative config validate the VllmConfig it becomes part of",
+        reason="check the whole configuration before weights are loaded, and report a mistake as one line; "
+        "add sizes of CUDA graphs that cover every sequence's tree",
+        removal="vLLM lets a speculative config validate the VllmConfig it becomes part of, and captures "
+        "more than 512 rows for wide drafts",
         fingerprint="16df91fd0a48af52",
     ),
     Hook(

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_weaver.kernels.common import Impl, expect, expect_dense_last, use_triton
-from vllm_weaver.kernels.weaver_linear import launch_options, wait_for_inputs
+from vllm_weaver.kernels.pdl import launch_options, take_turn
 
 _MAX_POOL = 1024
 _SMALLEST_BLOCK = 4096
@@ -88,7 +88,7 @@ def _select_logits_kernel(
     BLOCK_P: tl.constexpr,  # a power of two >= P
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
+    take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
@@ -130,7 +130,7 @@ def _finish_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
+    take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     kept_ptr += row * 2 * P

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_weaver.kernels.common import expect
-from vllm_weaver.kernels.weaver_linear import launch_options, wait_for_inputs
+from vllm_weaver.kernels.pdl import launch_options, take_turn
 
 CHILDREN = 8
 """Children that an expanded node publishes at most."""
@@ -192,7 +192,7 @@ def _start_kernel(
     BLOCK: tl.constexpr,  # a power of two >= 8 * N
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
+    take_turn(PDL)
     request = tl.program_id(0).to(tl.int64)
     root = tl.load(roots_ptr + request)
     usable = (root >= 0) & (root < vocab_size)
@@ -254,7 +254,7 @@ def _select_kernel(
     BLOCK_WIDTH: tl.constexpr,  # a power of two >= width
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
+    take_turn(PDL)
     request = tl.program_id(0).to(tl.int64)
     nodes = request * N
     entries = nodes * CHILDREN

@@ -117,7 +117,7 @@ class GdnScratch:
     q [rows, Hk, K] and q_scale fp32 [rows, Hk], as k in the stash, the scale times K^-0.5; v [rows, HV, V];
     beta fp32 [rows, HV]. lower, attend fp32 [HV, rows, P], P the slots of a tree rounded up to tiles: the
     decayed products of keys with keys (times beta; on the diagonal the inverse of the tile's unit triangle)
-    and of queries with keys. from_state fp32 [rows, HV, V]: what the committed state gives to the outputs.
+    and of queries with keys.
     """
 
     q: Tensor
@@ -126,7 +126,6 @@ class GdnScratch:
     beta: Tensor
     lower: Tensor
     attend: Tensor
-    from_state: Tensor
 
     @classmethod
     def allocate(
@@ -145,7 +144,6 @@ class GdnScratch:
             empty(rows, shape.heads),
             empty(shape.heads, rows, pitch),
             empty(shape.heads, rows, pitch),
-            empty(rows, shape.heads, shape.v_dim),
         )
 
     def check(

@@ -93,7 +93,7 @@ def _gdn_commit_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    v_tile, key_head = tl.program_id(0), tl.program_id(1)
+    v_tile, head = tl.program_id(0), tl.program_id(1)
     layer, r = tl.program_id(2) % layers, tl.program_id(2) // layers
     n = tl.load(num_nodes_ptr + r)
     slot = load_layer_slot(index_pointers_ptr, index_strides_ptr, layer, r)
@@ -106,7 +106,6 @@ def _gdn_commit_kernel(
     state_ptr = tl.load(pointers_ptr + layer).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         state_ptr = tl.multiple_of(state_ptr, 16)
-    head = key_head * HEADS_PER_KEY
     state_ptr += slot * state_stride_slot + head * state_stride_h
     tile = state_ptr + dim_k[:, None] * state_stride_k + dim_v[None, :] * state_stride_v
     tile_mask = mask_k[:, None] & mask_v[None, :]
@@ -119,37 +118,30 @@ def _gdn_commit_kernel(
     if length == 0:
         return
     first += layer.to(tl.int64) * rows
-    leaf = first + tl.load(path_ptr + length - 1)
-    for member in range(0, HEADS_PER_KEY):
-        # The next head's state is on its way while this one's is computed: the kernel is bound by memory.
-        more = (dim_k < tl.where(member + 1 < HEADS_PER_KEY, K, 0))[:, None] & mask_v[None, :]
-        following = tl.load(tile + state_stride_h, mask=more, other=0.0)
-        c_leaf = tl.load(c_ptr + leaf * HV + head + member)
-        state = tl.exp(c_leaf) * before.to(tl.float32)
-        for at in range(0, length, BLOCK_N):
-            step = at + tl.arange(0, BLOCK_N)
-            on_path = step < length
-            row = first + tl.load(path_ptr + step, mask=on_path, other=0)
-            key = row * (HV // HEADS_PER_KEY) + key_head
-            c = tl.load(c_ptr + row * HV + head + member, mask=on_path, other=0.0)
-            scale = tl.load(k_scale_ptr + key, mask=on_path, other=0.0)
-            weight = tl.where(on_path, tl.exp(c_leaf - c) * scale, 0.0)
-            keys = tl.load(
-                k_ptr + key[None, :] * K + dim_k[:, None], mask=on_path[None, :] & mask_k[:, None], other=0.0
-            )
-            u = tl.load(
-                u_ptr + (row[:, None] * HV + head + member) * V + dim_v[None, :],
-                mask=on_path[:, None] & mask_v[None, :],
-                other=0.0,
-            )
-            u = weight[:, None] * u
-            if PARTS > 0:
-                state += dot_parts(keys, bf16_parts(u), PARTS)
-            else:
-                state += tl.dot(keys.to(tl.float32), u, input_precision=PRECISION)
-        tl.store(tile, state.to(DTYPE), mask=tile_mask)
-        tile += state_stride_h
-        before = following
+    c_leaf = tl.load(c_ptr + (first + tl.load(path_ptr + length - 1)) * HV + head)
+    state = tl.exp(c_leaf) * before.to(tl.float32)
+    for at in range(0, length, BLOCK_N):
+        step = at + tl.arange(0, BLOCK_N)
+        on_path = step < length
+        row = first + tl.load(path_ptr + step, mask=on_path, other=0)
+        key = row * (HV // HEADS_PER_KEY) + head // HEADS_PER_KEY
+        c = tl.load(c_ptr + row * HV + head, mask=on_path, other=0.0)
+        scale = tl.load(k_scale_ptr + key, mask=on_path, other=0.0)
+        weight = tl.where(on_path, tl.exp(c_leaf - c) * scale, 0.0)
+        keys = tl.load(
+            k_ptr + key[None, :] * K + dim_k[:, None], mask=on_path[None, :] & mask_k[:, None], other=0.0
+        )
+        u = tl.load(
+            u_ptr + (row[:, None] * HV + head) * V + dim_v[None, :],
+            mask=on_path[:, None] & mask_v[None, :],
+            other=0.0,
+        )
+        u = weight[:, None] * u
+        if PARTS > 0:
+            state += dot_parts(keys, bf16_parts(u), PARTS)
+        else:
+            state += tl.dot(keys.to(tl.float32), u, input_precision=PRECISION)
+    tl.store(tile, state.to(DTYPE), mask=tile_mask)
 
 
 def gdn_tree_commit(
@@ -162,8 +154,8 @@ def gdn_tree_commit(
     num_nodes: Tensor,
     state_layout: StateLayout,
     impl: Impl = "auto",
-    block_v: int = 32,
-    num_warps: int = 4,
+    block_v: int = 16,
+    num_warps: int = 2,
 ) -> None:
     """Commits the accepted path of every request to its recurrent state slot in every layer.
 
@@ -195,7 +187,7 @@ def gdn_tree_commit(
             gdn_tree_commit_reference(stash.layer(i), state, *step)
         return
     block_v = min(block_v, max(16, triton.next_power_of_2(shape.v_dim)))
-    _gdn_commit_kernel[(triton.cdiv(shape.v_dim, block_v), shape.key_heads, count * requests)](
+    _gdn_commit_kernel[(triton.cdiv(shape.v_dim, block_v), shape.heads, count * requests)](
         stash.c, stash.k, stash.k_scale, stash.u,
         layers.pointers, layers.index_pointers, layers.index_strides,
         query_start_loc, num_nodes, path, num_path,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_weaver.kernels.pdl import let_next_start
 from vllm_weaver.kernels.tree_conv import conv_tile
 
 
@@ -72,9 +71,7 @@ def gdn_prepare_kernel(
     BLOCK_TREE: tl.constexpr,  # a power of two >= N
     BLOCK_N: tl.constexpr,  # divides 32, so that a tile's own bits lie in one mask word
     BLOCK_D: tl.constexpr,  # a power of two >= K and V
-    PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
     unit, tile, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)  # unit: q heads, k heads, v heads
     n = tl.load(num_nodes_ptr + r)
     first = tl.load(query_start_loc_ptr + r).to(tl.int64)

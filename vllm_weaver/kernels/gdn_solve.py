@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second and third launch of the Gated DeltaNet tree verify: all products at once, then the solve.
+"""Second and third launch of the Gated DeltaNet tree verify: products of node pairs, then the solve.
 
-The second launch has one program for every pair of node tiles, which makes
+With the diagonal tiles T_tt = (I + L_tt)^-1 of 16 nodes, the second launch makes
 
     L_ij = beta_i e^{c_i - c_j} (k_i . k_j)  (j a proper ancestor of i),   A_ij = e^{c_i - c_j} (q_i . k_j)
 
-with the inverse T_tt = (I + L_tt)^-1 in the place of L_tt, and one for every tile of nodes and of the state's
-columns, which makes what the committed state gives: the right-hand sides beta_i (v_i - e^{c_i} S0^T k_i),
-put where u will be, and e^{c_i} S0^T q_i. The third one goes through a block of nodes at a time: it takes
-what earlier blocks contribute, then u_t = T_tt rhs_t, rhs -= L_{:,t} u_t, out += A_{:,t} u_t for the block's
-tiles. All of it is products on tensor cores but for T, which is forward substitution in fp32 within one warp:
-a product form of the inverse cancels badly where keys repeat.
+for every pair of tiles at once, T_tt in the place of L_tt. The third one holds the committed state's tile
+[K, BLOCK_V] and a block of right-hand sides beta_i (v_i - e^{c_i} S0^T k_i), takes what earlier blocks
+contribute, and then goes through the block's tiles: u_t = T_tt rhs_t, rhs -= L_{:,t} u_t, out += A_{:,t} u_t.
+All of it is products on tensor cores but for T, which is forward substitution in fp32 within one warp: a
+product form of the inverse cancels badly where keys repeat.
 
 L and A are the only matrices of node pairs and lie in `GdnScratch`. Floor for n nodes a value head: K V state
 elements, n (K + V) activations and n^2 elements of L and A read, n V outputs and n V fp32 u written;
@@ -23,25 +22,21 @@ import triton
 import triton.language as tl
 
 from vllm_weaver.kernels.gdn_dots import bf16_parts, dot_activations, dot_parts
-from vllm_weaver.kernels.pdl import let_next_start, wait_for_inputs
 
 
 @triton.jit
-def _multiply_pair(
-    pair,
-    head,
-    r,
-    first,
-    n,
-    q_ptr,
-    k_ptr,
-    q_scale_ptr,
-    k_scale_ptr,
-    c_ptr,
-    beta_ptr,
-    ancestors_ptr,
-    lower_ptr,
-    attend_ptr,
+def gdn_pairs_kernel(
+    q_ptr,  # [rows, HV / HEADS_PER_KEY, K]
+    k_ptr,  # [rows, HV / HEADS_PER_KEY, K]
+    q_scale_ptr,  # [rows, HV / HEADS_PER_KEY]
+    k_scale_ptr,  # [rows, HV / HEADS_PER_KEY]
+    c_ptr,  # [rows, HV]
+    beta_ptr,  # [rows, HV]
+    query_start_loc_ptr,  # [R + 1]
+    num_nodes_ptr,  # [R]
+    ancestors_ptr,  # [R, N, MASK_WORDS]
+    lower_ptr,  # [HV, rows, PITCH]
+    attend_ptr,  # [HV, rows, PITCH]
     rows,
     N,
     MASK_WORDS,
@@ -53,81 +48,86 @@ def _multiply_pair(
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """L and A of one pair of tiles; on the diagonal T."""
+    head, r = tl.program_id(0), tl.program_id(2)
+    pair = tl.program_id(1)
+    n = tl.load(num_nodes_ptr + r)
+    first = tl.load(query_start_loc_ptr + r).to(tl.int64)
+    n = tl.minimum(n, tl.minimum(tl.load(query_start_loc_ptr + r + 1) - first, N).to(tl.int32))
     # The pair-th entry of the lower triangle by rows; the root may be off by one when it is rounded.
     tile_i = ((tl.sqrt(8.0 * pair + 1.0) - 1.0) * 0.5).to(tl.int32)
     tile_i = tl.where(tile_i * (tile_i + 1) // 2 > pair, tile_i - 1, tile_i)
     tile_i = tl.where((tile_i + 1) * (tile_i + 2) // 2 <= pair, tile_i + 1, tile_i)
     tile_j = pair - tile_i * (tile_i + 1) // 2
-    if tile_i * TILE < n:
-        wait_for_inputs(PDL)
-        in_tile = tl.arange(0, TILE)
-        i, j = tile_i * TILE + in_tile, tile_j * TILE + in_tile
-        dim = tl.arange(0, BLOCK_K)
-        KEY_HEADS: tl.constexpr = HV // HEADS_PER_KEY
-        at_i = (first + i) * KEY_HEADS + head // HEADS_PER_KEY
-        at_j = (first + j) * KEY_HEADS + head // HEADS_PER_KEY
-        mask_i, mask_j, mask_k = i < n, j < n, dim < K
-        tile_mask_i = mask_i[:, None] & mask_k[None, :]
-        keys_i = tl.load(k_ptr + at_i[:, None] * K + dim[None, :], mask=tile_mask_i, other=0.0)
-        queries_i = tl.load(q_ptr + at_i[:, None] * K + dim[None, :], mask=tile_mask_i, other=0.0)
-        keys_j = tl.load(
-            k_ptr + at_j[None, :] * K + dim[:, None], mask=mask_j[None, :] & mask_k[:, None], other=0.0
-        )
-        k_scale_i = tl.load(k_scale_ptr + at_i, mask=mask_i, other=0.0)
-        q_scale_i = tl.load(q_scale_ptr + at_i, mask=mask_i, other=0.0)
-        k_scale_j = tl.load(k_scale_ptr + at_j, mask=mask_j, other=0.0)
-        c_i = tl.load(c_ptr + (first + i) * HV + head, mask=mask_i, other=0.0)
-        c_j = tl.load(c_ptr + (first + j) * HV + head, mask=mask_j, other=0.0)
-        beta = tl.load(beta_ptr + (first + i) * HV + head, mask=mask_i, other=0.0)
-        words = ancestors_ptr + (r.to(tl.int64) * N + i) * MASK_WORDS + tile_j * TILE // 32
-        bits = tl.load(words, mask=mask_i, other=0)
+    if tile_i * TILE >= n:
+        return
+    in_tile = tl.arange(0, TILE)
+    i, j = tile_i * TILE + in_tile, tile_j * TILE + in_tile
+    dim = tl.arange(0, BLOCK_K)
+    KEY_HEADS: tl.constexpr = HV // HEADS_PER_KEY
+    at_i = (first + i) * KEY_HEADS + head // HEADS_PER_KEY
+    at_j = (first + j) * KEY_HEADS + head // HEADS_PER_KEY
+    mask_i, mask_j, mask_k = i < n, j < n, dim < K
+    tile_mask_i = mask_i[:, None] & mask_k[None, :]
+    keys_i = tl.load(k_ptr + at_i[:, None] * K + dim[None, :], mask=tile_mask_i, other=0.0)
+    queries_i = tl.load(q_ptr + at_i[:, None] * K + dim[None, :], mask=tile_mask_i, other=0.0)
+    keys_j = tl.load(
+        k_ptr + at_j[None, :] * K + dim[:, None], mask=mask_j[None, :] & mask_k[:, None], other=0.0
+    )
+    k_scale_i = tl.load(k_scale_ptr + at_i, mask=mask_i, other=0.0)
+    q_scale_i = tl.load(q_scale_ptr + at_i, mask=mask_i, other=0.0)
+    k_scale_j = tl.load(k_scale_ptr + at_j, mask=mask_j, other=0.0)
+    c_i = tl.load(c_ptr + (first + i) * HV + head, mask=mask_i, other=0.0)
+    c_j = tl.load(c_ptr + (first + j) * HV + head, mask=mask_j, other=0.0)
+    beta = tl.load(beta_ptr + (first + i) * HV + head, mask=mask_i, other=0.0)
+    words = ancestors_ptr + (r.to(tl.int64) * N + i) * MASK_WORDS + tile_j * TILE // 32
+    bits = tl.load(words, mask=mask_i, other=0)
 
-        seen = ((bits[:, None] >> (j & 31)[None, :]) & 1) != 0
-        decay = tl.exp(tl.where(seen, c_i[:, None] - c_j[None, :], float("-inf"))) * k_scale_j[None, :]
-        attend = decay * q_scale_i[:, None] * dot_activations(queries_i, keys_j, PRECISION, PARTS)
-        lower = decay * (beta * k_scale_i)[:, None] * dot_activations(keys_i, keys_j, PRECISION, PARTS)
-        at = (head.to(tl.int64) * rows + first + i)[:, None] * PITCH + j[None, :]
-        tl.store(attend_ptr + at, attend, mask=mask_i[:, None])
-        if tile_i == tile_j:
-            lower = tl.where(in_tile[:, None] > in_tile[None, :], lower, 0.0)
-            inverse = tl.where(in_tile[:, None] == in_tile[None, :], 1.0, 0.0)
-            for t in tl.static_range(
-                0, TILE - 1
-            ):  # row t is final once rows 0..t-1 have been subtracted from it
-                solved = tl.sum(tl.where(in_tile[:, None] == t, inverse, 0.0), axis=0)
-                column = tl.sum(tl.where(in_tile[None, :] == t, lower, 0.0), axis=1)
-                inverse -= column[:, None] * solved[None, :]
-            lower = inverse
-        tl.store(lower_ptr + at, lower, mask=mask_i[:, None])
+    seen = ((bits[:, None] >> (j & 31)[None, :]) & 1) != 0
+    decay = tl.exp(tl.where(seen, c_i[:, None] - c_j[None, :], float("-inf"))) * k_scale_j[None, :]
+    attend = decay * q_scale_i[:, None] * dot_activations(queries_i, keys_j, PRECISION, PARTS)
+    lower = decay * (beta * k_scale_i)[:, None] * dot_activations(keys_i, keys_j, PRECISION, PARTS)
+    at = (head.to(tl.int64) * rows + first + i)[:, None] * PITCH + j[None, :]
+    tl.store(attend_ptr + at, attend, mask=mask_i[:, None])
+    if tile_i == tile_j:
+        lower = tl.where(in_tile[:, None] > in_tile[None, :], lower, 0.0)
+        inverse = tl.where(in_tile[:, None] == in_tile[None, :], 1.0, 0.0)
+        for t in tl.static_range(0, TILE - 1):  # row t is final once rows 0..t-1 have been subtracted from it
+            solved = tl.sum(tl.where(in_tile[:, None] == t, inverse, 0.0), axis=0)
+            column = tl.sum(tl.where(in_tile[None, :] == t, lower, 0.0), axis=1)
+            inverse -= column[:, None] * solved[None, :]
+        lower = inverse
+    tl.store(lower_ptr + at, lower, mask=mask_i[:, None])
 
 
 @triton.jit
-def _multiply_state(
-    part,
-    head,
-    r,
-    first,
-    n,
-    q_ptr,
-    k_ptr,
-    q_scale_ptr,
-    k_scale_ptr,
-    v_ptr,
-    c_ptr,
-    beta_ptr,
-    state_ptr,
-    state_indices_ptr,
-    rhs_ptr,
-    from_state_ptr,
+def gdn_solve_kernel(
+    q_ptr,  # [rows, HV / HEADS_PER_KEY, K]
+    k_ptr,  # [rows, HV / HEADS_PER_KEY, K]
+    q_scale_ptr,  # [rows, HV / HEADS_PER_KEY]
+    k_scale_ptr,  # [rows, HV / HEADS_PER_KEY]
+    v_ptr,  # [rows, HV, V]
+    c_ptr,  # [rows, HV]
+    beta_ptr,  # [rows, HV]
+    lower_ptr,  # [HV, rows, PITCH]
+    attend_ptr,  # [HV, rows, PITCH]
+    state_ptr,  # [slots, HV, K, V]
+    state_indices_ptr,  # [R]
+    query_start_loc_ptr,  # [R + 1]
+    num_nodes_ptr,  # [R]
+    out_ptr,  # [T, HV, V]
+    u_ptr,  # [rows, HV, V]
     state_indices_stride,
     state_stride_slot,
     state_stride_h,
     state_stride_k,
     state_stride_v,
+    out_stride_t,
+    out_stride_h,
     num_slots,
+    rows,
+    N,
+    PITCH: tl.constexpr,
     HV: tl.constexpr,
     HEADS_PER_KEY: tl.constexpr,
     K: tl.constexpr,
@@ -135,27 +135,48 @@ def _multiply_state(
     PRECISION: tl.constexpr,
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK: tl.constexpr,  # nodes whose right-hand sides are held at a time, a multiple of TILE
+    PULL: tl.constexpr,  # solved nodes whose contributions are taken at a time
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """Right-hand sides and state outputs of one tile of nodes and one of the state's columns."""
-    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    KEY_HEADS: tl.constexpr = HV // HEADS_PER_KEY
-    i = (part // V_TILES) * TILE + tl.arange(0, TILE)
-    dim_k, dim_v = tl.arange(0, BLOCK_K), (part % V_TILES) * BLOCK_V + tl.arange(0, BLOCK_V)
+    v_tile, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n = tl.load(num_nodes_ptr + r)
+    if n <= 0:
+        return
+    first = tl.load(query_start_loc_ptr + r).to(tl.int64)
+    length = tl.minimum(tl.load(query_start_loc_ptr + r + 1) - first, N).to(tl.int32)
+    n = tl.minimum(n, length)
+    in_block = tl.arange(0, BLOCK)
+    in_tile = tl.arange(0, TILE)
+    dim_k = tl.arange(0, BLOCK_K)
+    dim_v = v_tile * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_k, mask_v = dim_k < K, dim_v < V
-    if (part // V_TILES) * TILE < n:
-        slot = tl.load(state_indices_ptr + r * state_indices_stride).to(tl.int64)
-        has_state = (slot > 0) & (slot < num_slots)
-        state_ptr += tl.where(has_state, slot, 0) * state_stride_slot + head * state_stride_h
-        start = tl.load(
-            state_ptr + dim_k[:, None] * state_stride_k + dim_v[None, :] * state_stride_v,
-            mask=(dim_k < tl.where(has_state, K, 0))[:, None] & mask_v[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        wait_for_inputs(PDL)  # the state is no kernel's of this verify: it is loaded while they run
+    KEY_HEADS: tl.constexpr = HV // HEADS_PER_KEY
+    TILES: tl.constexpr = BLOCK // TILE
+    lower_ptr += (head.to(tl.int64) * rows + first) * PITCH
+    attend_ptr += (head.to(tl.int64) * rows + first) * PITCH
+    u_ptr += (first * HV + head) * V
+    out_ptr += first * out_stride_t + head * out_stride_h
 
+    slot = tl.load(state_indices_ptr + r * state_indices_stride).to(tl.int64)
+    has_state = (slot > 0) & (slot < num_slots)
+    slot = tl.where(has_state, slot, 0)
+    start = tl.load(
+        state_ptr
+        + slot * state_stride_slot
+        + head * state_stride_h
+        + dim_k[:, None] * state_stride_k
+        + dim_v[None, :] * state_stride_v,
+        mask=(dim_k < tl.where(has_state, K, 0))[:, None] & mask_v[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    if PARTS > 0:
+        parts = bf16_parts(start)
+
+    num_blocks = tl.cdiv(n, BLOCK)
+    for block in range(0, num_blocks):
+        i = block * BLOCK + in_block
         in_tree = i < n
         at_key = (first + i) * KEY_HEADS + head // HEADS_PER_KEY
         at_value = (first + i) * HV + head
@@ -169,129 +190,13 @@ def _multiply_state(
         from_start = tl.exp(tl.load(c_ptr + at_value, mask=in_tree, other=0.0))
         beta = tl.load(beta_ptr + at_value, mask=in_tree, other=0.0)
         if PARTS > 0:
-            parts = bf16_parts(start)
             key_start = dot_parts(keys, parts, PARTS)
             query_start = dot_parts(queries, parts, PARTS)
         else:
             key_start = tl.dot(keys.to(tl.float32), start, input_precision=PRECISION)
             query_start = tl.dot(queries.to(tl.float32), start, input_precision=PRECISION)
         rhs = beta[:, None] * (values.to(tl.float32) - (from_start * k_scale)[:, None] * key_start)
-        at = at_value[:, None] * V + dim_v[None, :]
-        tl.store(rhs_ptr + at, rhs, mask=tile_v)
-        tl.store(from_state_ptr + at, (from_start * q_scale)[:, None] * query_start, mask=tile_v)
-
-
-@triton.jit
-def gdn_multiply_kernel(
-    q_ptr,  # [rows, HV / HEADS_PER_KEY, K]
-    k_ptr,  # [rows, HV / HEADS_PER_KEY, K]
-    q_scale_ptr,  # [rows, HV / HEADS_PER_KEY]
-    k_scale_ptr,  # [rows, HV / HEADS_PER_KEY]
-    v_ptr,  # [rows, HV, V]
-    c_ptr,  # [rows, HV]
-    beta_ptr,  # [rows, HV]
-    state_ptr,  # [slots, HV, K, V]
-    state_indices_ptr,  # [R]
-    query_start_loc_ptr,  # [R + 1]
-    num_nodes_ptr,  # [R]
-    ancestors_ptr,  # [R, N, MASK_WORDS]
-    lower_ptr,  # [HV, rows, PITCH]
-    attend_ptr,  # [HV, rows, PITCH]
-    rhs_ptr,  # [rows, HV, V]
-    from_state_ptr,  # [rows, HV, V]
-    state_indices_stride,
-    state_stride_slot,
-    state_stride_h,
-    state_stride_k,
-    state_stride_v,
-    num_slots,
-    rows,
-    N,
-    MASK_WORDS,
-    num_pairs,
-    PITCH: tl.constexpr,
-    HV: tl.constexpr,
-    HEADS_PER_KEY: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PARTS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    head, part, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    n = tl.load(num_nodes_ptr + r)
-    first = tl.load(query_start_loc_ptr + r).to(tl.int64)
-    n = tl.minimum(n, tl.minimum(tl.load(query_start_loc_ptr + r + 1) - first, N).to(tl.int32))
-    if part < num_pairs:
-        _multiply_pair(
-            part, head, r, first, n, q_ptr, k_ptr, q_scale_ptr, k_scale_ptr, c_ptr, beta_ptr, ancestors_ptr,
-            lower_ptr, attend_ptr, rows, N, MASK_WORDS,
-            PITCH, HV, HEADS_PER_KEY, K, PRECISION, PARTS, TILE, BLOCK_K, PDL,
-        )  # fmt: skip
-    else:
-        _multiply_state(
-            part - num_pairs, head, r, first, n, q_ptr, k_ptr, q_scale_ptr, k_scale_ptr, v_ptr, c_ptr,
-            beta_ptr, state_ptr, state_indices_ptr, rhs_ptr, from_state_ptr,
-            state_indices_stride, state_stride_slot, state_stride_h, state_stride_k, state_stride_v,
-            num_slots,
-            HV, HEADS_PER_KEY, K, V, PRECISION, PARTS, TILE, BLOCK_K, BLOCK_V, PDL,
-        )  # fmt: skip
-
-
-@triton.jit
-def gdn_solve_kernel(
-    lower_ptr,  # [HV, rows, PITCH]
-    attend_ptr,  # [HV, rows, PITCH]
-    from_state_ptr,  # [rows, HV, V]
-    query_start_loc_ptr,  # [R + 1]
-    num_nodes_ptr,  # [R]
-    out_ptr,  # [T, HV, V]
-    u_ptr,  # [rows, HV, V] in: right-hand sides, out: u
-    out_stride_t,
-    out_stride_h,
-    rows,
-    N,
-    PITCH: tl.constexpr,
-    HV: tl.constexpr,
-    V: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,  # nodes whose right-hand sides are held at a time, a multiple of TILE
-    PULL: tl.constexpr,  # solved nodes whose contributions are taken at a time
-    BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    v_tile, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    n = tl.load(num_nodes_ptr + r)
-    if n <= 0:
-        return
-    first = tl.load(query_start_loc_ptr + r).to(tl.int64)
-    length = tl.minimum(tl.load(query_start_loc_ptr + r + 1) - first, N).to(tl.int32)
-    n = tl.minimum(n, length)
-    in_block = tl.arange(0, BLOCK)
-    in_tile = tl.arange(0, TILE)
-    dim_v = v_tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask_v = dim_v < V
-    TILES: tl.constexpr = BLOCK // TILE
-    lower_ptr += (head.to(tl.int64) * rows + first) * PITCH
-    attend_ptr += (head.to(tl.int64) * rows + first) * PITCH
-    u_ptr += (first * HV + head) * V
-    from_state_ptr += (first * HV + head) * V
-    out_ptr += first * out_stride_t + head * out_stride_h
-    wait_for_inputs(PDL)
-
-    num_blocks = tl.cdiv(n, BLOCK)
-    for block in range(0, num_blocks):
-        i = block * BLOCK + in_block
-        in_tree = i < n
-        tile_v = in_tree[:, None] & mask_v[None, :]
-        at = i[:, None] * (HV * V) + dim_v[None, :]
-        rhs = tl.load(u_ptr + at, mask=tile_v, other=0.0)
-        output = tl.load(from_state_ptr + at, mask=tile_v, other=0.0)
+        output = (from_start * q_scale)[:, None] * query_start
 
         for at in range(0, block * BLOCK, PULL):
             j = at + tl.arange(0, PULL)

@@ -45,8 +45,7 @@ from vllm_weaver.kernels.gdn_buffers import (
 )
 from vllm_weaver.kernels.gdn_dots import Precision, dot_options
 from vllm_weaver.kernels.gdn_prepare import gdn_prepare_kernel
-from vllm_weaver.kernels.gdn_solve import gdn_multiply_kernel, gdn_solve_kernel
-from vllm_weaver.kernels.pdl import has_pdl, launch_options
+from vllm_weaver.kernels.gdn_solve import gdn_pairs_kernel, gdn_solve_kernel
 from vllm_weaver.kernels.tree_conv import Activation, expect_conv_state, tree_conv_reference
 
 _NORM_EPS = 1e-6
@@ -55,22 +54,27 @@ _NORM_EPS = 1e-6
 @dataclass(frozen=True)
 class GdnTuning:
     """How the launches are cut. `block`: nodes whose right-hand sides a solving program holds at a time,
-    `pull`: solved nodes whose contributions it takes at a time. `block_v`, `state_v`: columns of the state
-    that a program of the third and of the second launch takes.
+    `pull`: solved nodes whose contributions it takes at a time.
 
     Triton lays the warps of dependent products along the longer side of a block: where that is shorter than
     16 rows or 8 columns a warp, warps repeat each other's work (block 32 by block_v 32 with 4 warps does).
     """
 
-    block: int = 16
-    pull: int = 32
-    block_v: int = 32
-    state_v: int = 16
+    block: int
+    pull: int
+    block_v: int
     prepare_warps: int = 4
-    multiply_warps: int = 1
+    pair_warps: int = 1
     solve_warps: int = 4
     stages: int = 2
-    precision: Precision = "tf32x3"
+    precision: Precision = "bf16x3"
+
+    @classmethod
+    def for_slots(cls, slots: int) -> GdnTuning:
+        """The fastest cut on an H200 for trees of up to `slots` nodes."""
+        if 32 < slots <= 48:
+            return cls(block=16, pull=32, block_v=32)
+        return cls(block=32, pull=64, block_v=64)
 
 
 def gdn_tree_verify_reference(
@@ -237,12 +241,16 @@ def gdn_tree_verify(
     if scratch is None:
         raise ValueError("the Triton kernels need a scratch; make it with GdnScratch.allocate")
     scratch.check(tokens, slots, shape, device=device, dtype=stash.k.dtype)
-    cut = tuning or GdnTuning()
+    cut = tuning or GdnTuning.for_slots(slots)
+    block_k = max(16, triton.next_power_of_2(shape.k_dim))
     block_v = min(cut.block_v, max(16, triton.next_power_of_2(shape.v_dim)))
     tiles, words = triton.cdiv(slots, TILE), num_mask_words(slots)
     rows, pitch = scratch.lower.shape[1:]
-    shared = {"PITCH": pitch, "HV": shape.heads, "V": shape.v_dim, "TILE": TILE}
-    dots = dot_options(device, stash.k.dtype, cut.precision)
+    common = {
+        "PITCH": pitch, "HV": shape.heads, "HEADS_PER_KEY": shape.heads // shape.key_heads,
+        "K": shape.k_dim, "TILE": TILE, "BLOCK_K": block_k,
+        **dot_options(device, stash.k.dtype, cut.precision),
+    }  # fmt: skip
     gdn_prepare_kernel[(2 * shape.key_heads + shape.heads, tiles, requests)](
         x, weight, weight if bias is None else bias, conv_state, a, b, A_log, dt_bias,
         state_indices, *step, parents, ancestors,
@@ -260,34 +268,21 @@ def gdn_tree_verify(
         BLOCK_TREE=triton.next_power_of_2(slots),
         BLOCK_N=TILE,
         BLOCK_D=triton.next_power_of_2(max(shape.k_dim, shape.v_dim)),
-        PDL=has_pdl(x),
         num_warps=cut.prepare_warps,
     )  # fmt: skip
-    num_pairs = tiles * (tiles + 1) // 2
-    state_v = min(cut.state_v, max(16, triton.next_power_of_2(shape.v_dim)))
-    parts = num_pairs + tiles * triton.cdiv(shape.v_dim, state_v)
-    gdn_multiply_kernel[(shape.heads, parts, requests)](
-        scratch.q, stash.k, scratch.q_scale, stash.k_scale, scratch.v, stash.c, scratch.beta,
-        state_kv, state_indices, *step, ancestors, scratch.lower, scratch.attend, stash.u, scratch.from_state,
-        state_indices.stride(0), *state_kv.stride(), state_kv.shape[0], rows, slots, words, num_pairs,
-        **shared,
-        **dots,
-        HEADS_PER_KEY=shape.heads // shape.key_heads,
-        K=shape.k_dim,
-        BLOCK_K=max(16, triton.next_power_of_2(shape.k_dim)),
-        BLOCK_V=state_v,
-        num_warps=cut.multiply_warps,
-        **launch_options(x),
+    gdn_pairs_kernel[(shape.heads, tiles * (tiles + 1) // 2, requests)](
+        scratch.q, stash.k, scratch.q_scale, stash.k_scale, stash.c, scratch.beta, *step, ancestors,
+        scratch.lower, scratch.attend, rows, slots, words, **common, num_warps=cut.pair_warps,
     )  # fmt: skip
     gdn_solve_kernel[(triton.cdiv(shape.v_dim, block_v), shape.heads, requests)](
-        scratch.lower, scratch.attend, scratch.from_state, *step, out, stash.u,
-        *out.stride()[:2], rows, slots,
-        **shared,
-        PRECISION=dots["PRECISION"],
+        scratch.q, stash.k, scratch.q_scale, stash.k_scale, scratch.v, stash.c, scratch.beta,
+        scratch.lower, scratch.attend, state_kv, state_indices, *step, out, stash.u,
+        state_indices.stride(0), *state_kv.stride(), *out.stride()[:2], state_kv.shape[0], rows, slots,
+        **common,
+        V=shape.v_dim,
         BLOCK=cut.block,
         PULL=cut.pull,
         BLOCK_V=block_v,
         num_warps=cut.solve_warps,
         num_stages=cut.stages,
-        **launch_options(x),
     )  # fmt: skip

@@ -39,3 +39,10 @@ def wait_for_inputs(PDL: tl.constexpr):
     """Returns when the kernel before has ended and its writes are visible."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def take_turn(PDL: tl.constexpr):
+    """`wait_for_inputs`, then `let_next_start`: the link of a chain of launches."""
+    wait_for_inputs(PDL)
+    let_next_start(PDL)

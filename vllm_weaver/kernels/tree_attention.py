@@ -31,7 +31,8 @@ from torch import Tensor
 
 from vllm_weaver.kernels.ancestors import num_mask_words, unpack_mask
 from vllm_weaver.kernels.common import Impl, expect, expect_dense_last, expect_indices, use_triton
-from vllm_weaver.kernels.pdl import has_pdl, launch_options, let_next_start, wait_for_inputs
+from vllm_weaver.kernels.pdl import has_pdl, launch_options, let_next_start
+from vllm_weaver.kernels.tree_attention_combine import combine_kernel, load_request
 from vllm_weaver.kernels.tree_attention_layout import Tiling, choose_tiling, device_limits, split_counts
 
 Scale = float | Tensor
@@ -119,69 +120,17 @@ def tree_attention_reference(
 
 
 @triton.jit
-def _load_request(
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    num_nodes_ptr,
-    r,
-    R,
-    N,
-    capacity,
-    shares,
-    max_splits,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-):
-    """Request r: its first row, rows, nodes (0: nothing to do), base, tiles of positions and tiles a split.
-
-    A split is as long as an even division of all trees' positions into `shares`, so that a long request among
-    short ones gets more of the splits. Both kernels work this out for themselves.
-    """
-    first = tl.load(query_start_loc_ptr + r)
-    length = tl.load(query_start_loc_ptr + r + 1) - first
-    base = tl.minimum(tl.load(seq_lens_ptr + r) - length, 1 << 30)  # no position overflows
-    n = tl.load(num_nodes_ptr + r)
-    every = tl.arange(0, BLOCK_R)
-    is_tree = tl.load(num_nodes_ptr + every, mask=every < R, other=0) > 0
-    reach = tl.load(seq_lens_ptr + every, mask=(every < R) & is_tree, other=0)
-    reach = tl.minimum(tl.maximum(reach, 0), capacity)
-
-    length = tl.minimum(length, N)
-    n = tl.where(base < 0, 0, tl.minimum(n, length))
-    prefix = tl.minimum(tl.maximum(base, 0), capacity)
-    tiles = tl.cdiv(prefix, BLOCK_P) + tl.cdiv(n, BLOCK_P)
-    step_tiles = tl.sum(tl.cdiv(reach, BLOCK_P).to(tl.int64))
-    per_split = tl.maximum(tl.cdiv(step_tiles, shares).to(tl.int32), MIN_TILES)
-    per_split = tl.maximum(per_split, tl.cdiv(tiles, max_splits))
-    return first.to(tl.int64), length, n, base, tiles, per_split
-
-
-@triton.jit
 def _load_blocks(block_table_ptr, start, M, PAGE: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Block ids of the positions from `start`: of the first and the last one where a tile can touch only two
-    pages, which keeps them scalars, else of every one (twice)."""
-    if PAGE >= BLOCK_P:
-        column = start // PAGE
-        last = (start + BLOCK_P - 1) // PAGE
-    else:
-        column = (start + tl.arange(0, BLOCK_P)) // PAGE
-        last = column
-    block = tl.load(block_table_ptr + column, mask=column < M, other=0)
-    return block, tl.load(block_table_ptr + last, mask=last < M, other=0)
+    """Block ids of the positions from `start`."""
+    column = (start + tl.arange(0, BLOCK_P)) // PAGE
+    return tl.load(block_table_ptr + column, mask=column < M, other=0)
 
 
 @triton.jit
-def _place(block, last_block, start, num_blocks, PAGE: tl.constexpr, BLOCK_P: tl.constexpr):
+def _place(block, start, num_blocks, PAGE: tl.constexpr, BLOCK_P: tl.constexpr):
     """(block int64, row, known) of every position of a tile from its `_load_blocks`."""
-    if PAGE >= BLOCK_P:
-        row = start % PAGE + tl.arange(0, BLOCK_P)
-        block = tl.where(row < PAGE, block, last_block)
-        row = tl.where(row < PAGE, row, row - PAGE)
-    else:
-        row = (start + tl.arange(0, BLOCK_P)) % PAGE
     known = (block > 0) & (block < num_blocks)
-    return tl.where(known, block, 0).to(tl.int64), row, known
+    return tl.where(known, block, 0).to(tl.int64), (start + tl.arange(0, BLOCK_P)) % PAGE, known
 
 
 @triton.jit
@@ -288,7 +237,7 @@ def _tree_attention_kernel(
     kv_head = tl.program_id(0) // row_tiles
     row_tile = tl.program_id(0) % row_tiles
     r, split = tl.program_id(1), tl.program_id(2)
-    first, length, n, base, tiles, per_split = _load_request(
+    first, length, n, base, tiles, per_split = load_request(
         query_start_loc_ptr, seq_lens_ptr, num_nodes_ptr, r, R, N, capacity, shares, max_splits,
         BLOCK_R, BLOCK_P, MIN_TILES,
     )  # fmt: skip
@@ -330,11 +279,11 @@ def _tree_attention_kernel(
     largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     # Block ids are fetched one tile ahead: a load of keys never waits for the load of its own address.
-    next_block, next_last = _load_blocks(block_table_ptr, begin * BLOCK_P, M, PAGE, BLOCK_P)
+    upcoming = _load_blocks(block_table_ptr, begin * BLOCK_P, M, PAGE, BLOCK_P)
     for tile in range(begin, tl.minimum(end, prefix_tiles)):
         start = tile * BLOCK_P
-        block, row, known = _place(next_block, next_last, start, num_blocks, PAGE, BLOCK_P)
-        next_block, next_last = _load_blocks(block_table_ptr, start + BLOCK_P, M, PAGE, BLOCK_P)
+        block, row, known = _place(upcoming, start, num_blocks, PAGE, BLOCK_P)
+        upcoming = _load_blocks(block_table_ptr, start + BLOCK_P, M, PAGE, BLOCK_P)
         live = known & (start + in_p < prefix)
         accumulated, largest, total = _attend_tile(
             queries, accumulated, largest, total, k_ptr, v_ptr, block, row, live[None, :], live,
@@ -343,8 +292,8 @@ def _tree_attention_kernel(
         )  # fmt: skip
     for tile in range(tl.maximum(begin, prefix_tiles), end):
         j = (tile - prefix_tiles) * BLOCK_P
-        block, last_block = _load_blocks(block_table_ptr, base + j, M, PAGE, BLOCK_P)
-        block, row, known = _place(block, last_block, base + j, num_blocks, PAGE, BLOCK_P)
+        block = _load_blocks(block_table_ptr, base + j, M, PAGE, BLOCK_P)
+        block, row, known = _place(block, base + j, num_blocks, PAGE, BLOCK_P)
         other = j + in_p
         # What is no node can hold anything, NaN included: nobody sees it.
         its_word = tl.load(tail_ptr + other * WORDS + (other >> 5), mask=other < n, other=0)
@@ -374,64 +323,6 @@ def _tree_attention_kernel(
         slot = ((r.to(tl.int64) * N + node) * heads + head) * max_splits + split
         tl.store(partial_ptr + slot[:, None] * D + dim[None, :], output, mask=(node < n)[:, None] & within)
         tl.store(partial_lse_ptr + slot, tl.log2(safe) + largest, mask=node < n)
-
-
-@triton.jit(do_not_specialize=["R", "N", "WORDS", "capacity", "shares", "max_splits"])
-def _combine_kernel(
-    partial_ptr,  # [R, N, Hq, max_splits, D]
-    partial_lse_ptr,  # [R, N, Hq, max_splits]
-    query_start_loc_ptr,  # [R + 1]
-    seq_lens_ptr,  # [R]
-    num_nodes_ptr,  # [R]
-    ancestors_ptr,  # [R, N, WORDS]
-    out_ptr,  # [T, Hq, D]
-    out_stride_t,
-    out_stride_h,
-    R,
-    N,
-    WORDS,
-    capacity,
-    shares,
-    max_splits,
-    D: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The splits' outputs of one head of one node, weighted by their sums."""
-    head, node, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, length, n, _, tiles, per_split = _load_request(
-        query_start_loc_ptr, seq_lens_ptr, num_nodes_ptr, r, R, N, capacity, shares, max_splits,
-        BLOCK_R, BLOCK_P, MIN_TILES,
-    )  # fmt: skip
-    wait_for_inputs(PDL)  # every program: what follows this kernel takes its end for that of the one before
-    if (n <= 0) | (node >= length) | (tiles <= per_split):
-        return
-    row = r.to(tl.int64) * N + node
-    own_word = tl.load(ancestors_ptr + row * WORDS + (node >> 5), mask=node < n, other=0)
-    valid = ((own_word >> (node & 31)) & 1) != 0
-    split = tl.arange(0, BLOCK_S)
-    dim = tl.arange(0, BLOCK_D)
-    written = split * per_split < tl.where(valid, tiles, 0)
-    slot = (row * tl.num_programs(0) + head) * max_splits + split
-    lse = tl.load(partial_lse_ptr + slot, mask=written, other=float("-inf"))
-    parts = tl.load(
-        partial_ptr + slot[:, None] * D + dim[None, :],
-        mask=written[:, None] & (dim < D)[None, :],
-        other=0.0,
-    )
-    largest = tl.max(lse, axis=0)
-    weights = tl.exp2(lse - tl.where(largest == float("-inf"), 0.0, largest))
-    total = tl.sum(weights, axis=0)
-    output = tl.sum(parts * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
-    tl.store(
-        out_ptr + (first + node) * out_stride_t + head * out_stride_h + dim,
-        output.to(out_ptr.dtype.element_ty),
-        mask=dim < D,
-    )
 
 
 def tree_attention(
@@ -545,7 +436,7 @@ def tree_attention(
         **shared,
     )  # fmt: skip
     if splits > 1:
-        _combine_kernel[(heads, slots, requests)](
+        combine_kernel[(heads, slots, requests)](
             partial, partial_lse, query_start_loc, seq_lens, num_nodes, ancestors, out,
             *out.stride()[:2], requests, slots, words, capacity, shares, splits,
             D=dim,

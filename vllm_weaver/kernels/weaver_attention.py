@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_weaver.kernels.common import expect, expect_indices
-from vllm_weaver.kernels.weaver_linear import launch_options, wait_for_inputs
+from vllm_weaver.kernels.pdl import launch_options, take_turn
 
 
 def attend(
@@ -65,7 +65,7 @@ def _path_attention_kernel(
     BLOCK_H: tl.constexpr,  # a power of two >= h
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
+    take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     request = row // n

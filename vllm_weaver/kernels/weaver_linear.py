@@ -27,37 +27,14 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_weaver.kernels.common import expect, expect_dense_last
+from vllm_weaver.kernels.pdl import launch_options, take_turn
 
 COLUMNS = 16
 """Output columns of a group; `gate_up` pads its output with zeros to a multiple of it."""
-USE_PDL = True
-"""Programmatic dependent launches (compute capability 9.0 on): a kernel is set up while the one before it
-still runs, and waits before it reads. Only the tuning script turns this off."""
 STAGES = {1: 5, 2: 4}
 """Depth of the pipeline of loads for programs of one and of two groups: at most 99 KiB of shared memory."""
-PREFETCH = True
-"""With USE_PDL: the weights are asked for before the wait. Only the tuning script turns this off."""
 _DOT_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _EPS = tl.constexpr(1e-6)
-
-
-def launch_options(tensor: Tensor) -> dict[str, bool]:
-    """The keyword arguments of a launch that turn on programmatic dependent launches where they exist."""
-    if not tensor.is_cuda:
-        return {"PDL": False}
-    pdl = USE_PDL and torch.cuda.get_device_capability(tensor.device)[0] >= 9
-    return {"PDL": pdl, "launch_pdl": pdl}
-
-
-@triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
-    """Must precede every access to what another kernel writes: with PDL the one before may still be running.
-
-    The next kernel may be set up from here on. As all kernels wait, one that has finished waiting knows that
-    all earlier ones, not only the last, are complete."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -192,13 +169,12 @@ def _project_kernel(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start = tl.program_id(0) * COLUMNS
-    if PREFETCH:
+    if PDL:
         _prefetch(w_ptr, start, 0, N - start, K, COLUMNS, 1)
-    wait_for_inputs(PDL)
+    take_turn(PDL)
     column = start + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = row < M
@@ -259,15 +235,14 @@ def _qkv_kernel(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     part = first_part + tl.program_id(0) // tiles  # a head's q, k or v: heads of q, of k, of v
     half = h // 2
     start = (tl.program_id(0) % tiles) * COLUMNS
-    if PREFETCH:
+    if PDL:
         _prefetch(w_ptr, part * h + start, half, half - start, K, COLUMNS, 2)
-    wait_for_inputs(PDL)
+    take_turn(PDL)
     column = start + tl.arange(0, COLUMNS)
     inside = column < half
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -333,13 +308,12 @@ def _gate_up_kernel(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start = tl.program_id(0) * COLUMNS
-    if PREFETCH:
+    if PDL:
         _prefetch(w_ptr, start, N, N - start, K, COLUMNS, 2)
-    wait_for_inputs(PDL)
+    take_turn(PDL)
     column = start + tl.arange(0, COLUMNS)
     inside = column < N
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -373,7 +347,6 @@ def _gate_up_kernel(
 def _tiles(x: Tensor, weight: Tensor, num_rows: int, groups: int) -> tuple[int, dict[str, object]]:
     """Row tiles, and the keyword arguments that all three kernels share, for programs of 1 or 2 groups."""
     tile = min(2, triton.cdiv(num_rows, 16))
-    launch = launch_options(x)
     meta: dict[str, object] = {
         "K": weight.shape[1],
         "COLUMNS": COLUMNS,
@@ -382,9 +355,8 @@ def _tiles(x: Tensor, weight: Tensor, num_rows: int, groups: int) -> tuple[int, 
         "SPLIT": 4,
         "STAGES": STAGES[groups],
         "DOT_DTYPE": _DOT_DTYPES.get(x.dtype, tl.float32) if x.is_cuda else tl.float32,
-        "PREFETCH": PREFETCH and launch["PDL"],
         "num_warps": 4,
-        **launch,
+        **launch_options(x),
     }
     return triton.cdiv(num_rows, 16 * tile), meta
 

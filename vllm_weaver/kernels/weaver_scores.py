@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vllm_weaver.kernels.common import expect
 from vllm_weaver.kernels.frontier import Rows
-from vllm_weaver.kernels.weaver_linear import launch_options, wait_for_inputs
+from vllm_weaver.kernels.pdl import launch_options, take_turn
 
 CANDIDATES = 8
 """Candidates of one program."""
@@ -46,7 +46,7 @@ def _scores_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
+    take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(places_ptr + row) >= 0:
         candidate = tl.program_id(1) * CANDIDATES + tl.arange(0, CANDIDATES)

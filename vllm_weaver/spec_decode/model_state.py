@@ -62,6 +62,7 @@ class TreeStateMixin:
         self._req_states: RequestState | None = None
         self._step_batch: InputBatch | None = None
         self._metadata: dict[str, Any] = {}
+        self._captured = False
         self._tables: dict[str, Tensor] = {}
         self._kv_plan: attention.CommitPlan | None = None
         self._gdn_plan: gdn.CommitPlan | None = None
@@ -72,12 +73,15 @@ class TreeStateMixin:
         }
         self.gdn_layers: dict[str, Any] = dict(get_layers_from_vllm_config(vllm_config, MambaBase))
         attention.install(self.attention_layers)
-        gdn.install(
-            list(self.gdn_layers.values()),
-            min(max_num_reqs * (settings.budget + 1), max_num_tokens),
-            settings.budget + 1,
-            device,
-            self.dtype,  # type: ignore[attr-defined]
+        recurrent, dtype = list(self.gdn_layers.values()), self.dtype  # type: ignore[attr-defined]
+        rows = min(max_num_reqs * (settings.budget + 1), max_num_tokens)
+        gdn.install(recurrent, rows, settings.budget + 1, device, dtype)
+        logger.info(
+            "dflash_tfm: %.2f GiB keep %d rows of %d recurrent layers between verification and commit; "
+            "max_num_seqs and max_num_batched_tokens bound the rows",
+            gdn.stash_bytes(recurrent, rows, dtype) / 2**30,
+            rows,
+            len(recurrent),
         )
 
     # --- requests ---------------------------------------------------------------------------------------
@@ -137,6 +141,7 @@ class TreeStateMixin:
             for_capture,
             **kwargs,
         )
+        self._captured |= for_capture
         self._attach(metadata, block_tables, kv_cache_config)
         self._metadata = metadata
         if not dummy:
@@ -147,8 +152,7 @@ class TreeStateMixin:
     def _explain_eager(self, cudagraph_mode: CUDAGraphMode, input_batch: InputBatch) -> None:
         """One warning for each reason why a step made of trees alone does not replay a whole graph."""
         compilation = self.vllm_config.compilation_config  # type: ignore[attr-defined]
-        wanted = compilation.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-        if not wanted or not self.step.all_trees or cudagraph_mode == CUDAGraphMode.FULL:
+        if not self._captured or not self.step.all_trees or cudagraph_mode == CUDAGraphMode.FULL:
             return
         nodes = self.step.budget + 1
         if (input_batch.num_scheduled_tokens != nodes).any():
@@ -209,6 +213,7 @@ class TreeStateMixin:
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, block_tables: BlockTables) -> None:
         """The caches were bound, perhaps anew: what a commit knows of them is worked out at its next run."""
         super().initialize_kv_cache(kv_cache_config, block_tables)  # type: ignore[misc]
+        self._captured = False
         # Not here: this also runs for the small caches of memory profiling, which nothing may keep alive.
         self._kv_plan = self._gdn_plan = None
         self._tables = {
