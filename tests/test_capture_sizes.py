@@ -8,14 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests import tiny
-from vllm_weaver.hooks import config_side
+from vllm_weaver import cpu
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A real configuration with trees of 33 nodes, as it would be on a GPU before sizes are added."""
+    if not torch.cuda.is_available():
+        cpu.prepare()
     folder: Path = tmp_path_factory.mktemp("models")
     target, draft = tiny.folder(folder, "hybrid"), tiny.folder(folder, "draft")
     spec = {"method": "dflash_tfm", "model": draft, "num_speculative_tokens": 32, "proposal": "chain"}
@@ -27,7 +30,9 @@ def sizes(config: Any, max_num_seqs: int, max_num_batched_tokens: int, before: l
     config.scheduler_config.max_num_batched_tokens = max_num_batched_tokens
     config.compilation_config.cudagraph_capture_sizes = before
     config.compilation_config.max_cudagraph_capture_size = before[-1] if before else 0
-    config_side.cover_decode_batches(config)
+    from vllm_weaver.hooks.config_side import cover_decode_batches
+
+    cover_decode_batches(config)
     return config.compilation_config.cudagraph_capture_sizes
 
 
@@ -50,10 +55,12 @@ def test_eager_stays_eager(config: Any) -> None:
 
 @pytest.mark.parametrize("holder", ["engine_args", "compilation_config"])
 @pytest.mark.parametrize("name", ["cudagraph_capture_sizes", "max_cudagraph_capture_size"])
-def test_a_choice_of_the_user_counts(holder: str, name: str) -> None:
+def test_a_choice_of_the_user_counts(config: Any, holder: str, name: str) -> None:
+    from vllm_weaver.hooks.config_side import _capture_sizes_given
+
     none = {"cudagraph_capture_sizes": None, "max_cudagraph_capture_size": None}
     compilation = SimpleNamespace(**none)
     arguments = SimpleNamespace(**none, compilation_config=compilation)
-    assert not config_side._capture_sizes_given(arguments)
+    assert not _capture_sizes_given(arguments)
     setattr(arguments if holder == "engine_args" else compilation, name, 8)
-    assert config_side._capture_sizes_given(arguments)
+    assert _capture_sizes_given(arguments)

@@ -13,6 +13,7 @@ from vllm_weaver.spec_decode.tree import Tree, TreeBuffers
 
 FIELDS = ("tokens", "parents", "depths", "logprobs", "num_nodes")
 VOCAB = 300
+NO_CHAINS = torch.zeros(9, dtype=torch.int32)
 
 
 def same(left: Tree, right: Tree) -> bool:
@@ -117,14 +118,14 @@ def test_buffers_follow_the_state_index() -> None:
     buffers = TreeBuffers(6, 17, "cpu")
     first = mixed_batch(17, 4, VOCAB, seed=1)
     drafts = torch.full((4, 16), -7)
-    buffers.store(first, torch.tensor([4, -1, 0, 6]), drafts)
+    buffers.store(first, torch.tensor([4, -1, 0, 6]), drafts, NO_CHAINS[:4])
     assert torch.equal(drafts, first.tokens[:, 1:])
     for index, source in ((4, 0), (0, 2)):
         for name in FIELDS:
             assert torch.equal(getattr(buffers.trees, name)[index], getattr(first, name)[source]), name
     assert buffers.trees.num_nodes[[1, 2, 3, 5]].tolist() == [0, 0, 0, 0]
     second = mixed_batch(17, 1, VOCAB, seed=2)
-    buffers.store(second, torch.tensor([4]), drafts[:1])
+    buffers.store(second, torch.tensor([4]), drafts[:1], NO_CHAINS[:1])
     assert torch.equal(buffers.nodes()[0][4], second.tokens[0])
     buffers.clear(4)
     assert buffers.nodes()[3].tolist() == [int(first.num_nodes[2]), 0, 0, 0, 0, 0]
@@ -134,12 +135,9 @@ def test_buffers_keep_their_memory() -> None:
     """A captured graph reads the same addresses in every step."""
     buffers = TreeBuffers(3, 5, "cpu")
     addresses = [getattr(buffers.trees, name).data_ptr() for name in FIELDS]
-    buffers.store(
-        mixed_batch(5, 3, VOCAB, seed=1), torch.tensor([2, 1, 0]), torch.empty(3, 4, dtype=torch.int64)
-    )
+    drafts = torch.empty(3, 4, dtype=torch.int64)
+    buffers.store(mixed_batch(5, 3, VOCAB, seed=1), torch.tensor([2, 1, 0]), drafts, NO_CHAINS[:3])
     buffers.clear(1)
     assert [getattr(buffers.trees, name).data_ptr() for name in FIELDS] == addresses
     with pytest.raises(ValueError, match="hold 5 slots a request, but the tree has 9"):
-        buffers.store(
-            mixed_batch(9, 1, VOCAB, seed=1), torch.tensor([0]), torch.empty(1, 8, dtype=torch.int64)
-        )
+        buffers.store(mixed_batch(9, 1, VOCAB, seed=1), torch.tensor([0]), drafts[:1], NO_CHAINS[:1])

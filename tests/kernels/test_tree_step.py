@@ -127,22 +127,58 @@ def test_state_index_out_of_range(device: torch.device, state: int, impl: str) -
     Batch(stored_trees(5), [(state, 5, 5, 100, 60), (1, 5, 5, 100, 60)], padding=1).check(device, impl)
 
 
+def store(
+    tree: Tree, device: torch.device, impl: str, rows: list[int], chains: list[int]
+) -> tuple[Tree, torch.Tensor]:
+    """What is stored for STATES states that held 3s before, and the drafts."""
+    shapes = [(STATES, *a.shape[1:]) for a in tree.arrays()]
+    stored = tuple(
+        torch.full(shape, 3, dtype=a.dtype, device=device)
+        for shape, a in zip(shapes, tree.arrays(), strict=True)
+    )
+    spread = torch.tensor([[row, 9] for row in rows]).to(device)[:, 0]
+    drafts = torch.full((9, 40), -7, device=device)
+    where = drafts[2 : 2 + len(rows), 5 : 4 + tree.num_slots]
+    flags = torch.tensor(chains, dtype=torch.int32, device=device)
+    store_trees(tuple(a.to(device) for a in tree.arrays()), stored, spread, where, flags, impl=impl)
+    assert (drafts == -7).sum() == 9 * 40 - where.numel()
+    return Tree(*(a.cpu() for a in stored)), where.cpu()
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_store(device: torch.device, impl: str) -> None:
     """Strided state indices; rows out of range keep nothing, and nothing else is written."""
     tree = stored_trees(33)
     tree = Tree(*(a[:5] for a in tree.arrays()))
-    before = [torch.full((STATES, *a.shape[1:]), 3, dtype=a.dtype) for a in tree.arrays()]
-    stored = tuple(a.clone().to(device) for a in before)
-    rows = torch.tensor([[2, 9], [-1, 9], [STATES, 9], [0, 9], [2**40, 9]]).to(device)[:, 0]
-    drafts = torch.full((9, 40), -7, device=device)
-    store_trees(tuple(a.to(device) for a in tree.arrays()), stored, rows, drafts[2:7, 5:37], impl=impl)
-    for new, old, source in zip(stored, before, tree.arrays(), strict=True):
-        assert torch.equal(new.cpu()[[2, 0]], source[[0, 3]])
-        others = [1, 3, 4, 5, 6]
-        assert torch.equal(new.cpu()[others], old[others])
-    assert torch.equal(drafts[2:7, 5:37].cpu(), tree.tokens[:, 1:])
-    assert (drafts == -7).sum() == 9 * 40 - 5 * 32
+    found, drafts = store(tree, device, impl, [2, -1, STATES, 0, 2**40], [0] * 5)
+    for new, source in zip(found.arrays(), tree.arrays(), strict=True):
+        assert torch.equal(new[[2, 0]], source[[0, 3]])
+        assert (new[[1, 3, 4, 5, 6]] == 3).all()
+    assert torch.equal(drafts, tree.tokens[:, 1:])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 2, 17, 33])
+def test_a_request_that_needs_a_chain_keeps_the_first_children(
+    device: torch.device, n: int, kind: str, impl: str
+) -> None:
+    whole = stored_trees(n, kind)
+    tree = Tree(*(a[:4].clone() for a in whole.arrays()))
+    tree.num_nodes[2] = 0
+    found, drafts = store(tree, device, impl, [5, 1, 2, 0], [1, 0, 7, 1])
+    assert torch.equal(found.tokens[1], tree.tokens[1]) and torch.equal(found.parents[1], tree.parents[1])
+    for state, r in ((5, 0), (2, 2), (0, 3)):
+        path, parents = [0] if tree.num_nodes[r] else [], tree.parents[r, : int(tree.num_nodes[r])].tolist()
+        while path and path[-1] in parents[1:]:
+            path.append(parents.index(path[-1], 1))
+        count = len(path)
+        assert found.num_nodes[state] == count
+        assert found.tokens[state].tolist() == tree.tokens[r, path].tolist() + [-1] * (n - count)
+        assert found.parents[state].tolist() == list(range(-1, count - 1)) + [-1] * (n - count)
+        assert found.depths[state].tolist() == list(range(count)) + [0] * (n - count)
+        assert torch.equal(found.logprobs[state, :count], tree.logprobs[r, path])
+        assert drafts[r].tolist() == tree.tokens[r, path[1:]].tolist() + [0] * (n - max(1, count))
 
 
 def test_arguments_are_checked() -> None:

@@ -2,8 +2,9 @@
 """Between the steps of an engine: drafted trees out to per-request storage, and back in as rows of a step.
 
 `store_trees` writes a batch's trees under their request state indices and their tokens where the scheduler
-looks for drafts. `fill_step` reads them back in the order of the next batch. For batch row r with state index
-s, b computed tokens and `limit` rows that may be nodes:
+looks for drafts; of a request that needs a chain it keeps the first children from the root on. `fill_step`
+reads them back in the order of the next batch. For batch row r with state index s, b computed tokens and
+`limit` rows that may be nodes:
 
     num_nodes = min(max(stored nodes, 1), limit)        (limit 0: r is no tree; inside a prefill: at most 1)
     path = the root alone                               (until a walk ran)
@@ -26,8 +27,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_weaver.kernels.ancestors import ancestor_mask_words, climb_ancestors, num_mask_words
-from vllm_weaver.kernels.common import Impl, expect, use_triton
+from vllm_weaver.kernels.ancestors import (
+    ancestor_mask_words,
+    climb_ancestors,
+    count_usable_nodes,
+    load_usable_count,
+    num_mask_words,
+)
+from vllm_weaver.kernels.common import Impl, expect, expect_indices, use_triton
 
 _INT = (torch.int32,)
 _LONG = (torch.int64,)
@@ -262,6 +269,7 @@ def _store_trees_kernel(
     logprobs_ptr,  # [R, N]
     num_nodes_ptr,  # [R]
     rows_ptr,  # [R * rows_stride]
+    chain_only_ptr,  # [R]
     stored_tokens_ptr,  # [S, N] out
     stored_parents_ptr,  # [S, N] out
     stored_depths_ptr,  # [S, N] out
@@ -278,28 +286,61 @@ def _store_trees_kernel(
     state = tl.load(rows_ptr + request * rows_stride).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < N
-    source = request * N + at
-    target = state * N + at
-    token = tl.load(tokens_ptr + source, mask=inside, other=-1)
-    tl.store(drafts_ptr + request * drafts_stride + at - 1, token, mask=inside & (at > 0))
+    parents_ptr += request * N
+    nodes = load_usable_count(parents_ptr, tl.load(num_nodes_ptr + request), N, BLOCK)
+    parent = tl.load(parents_ptr + at, mask=inside, other=-1)
+    node = tl.where(at < nodes, at, -1)
+    is_chain = tl.load(chain_only_ptr + request) != 0
+    if is_chain:
+        node = tl.where(at == 0, tl.minimum(nodes, 1) - 1, -1)
+        current = tl.minimum(nodes, 1) - 1
+        length = tl.minimum(nodes, 1)
+        while current >= 0:
+            child = tl.min(tl.where((parent == current) & (at > 0) & (at < nodes), at, BLOCK), axis=0)
+            current = tl.where(child < BLOCK, child, -1)
+            node = tl.where((at == length) & (current >= 0), current, node)
+            length += (current >= 0).to(tl.int32)
+        nodes = length
+        parent = at - 1
+    source = request * N + tl.maximum(node, 0)
+    valid = inside & (node >= 0)
+    token = tl.load(tokens_ptr + source, mask=valid, other=-1)
+    # A grammar, for which chains are, warns of every draft that is no token: 0 stands past a chain's end.
+    draft = tl.where(valid, token, tl.where(is_chain, 0, -1))
+    tl.store(drafts_ptr + request * drafts_stride + at - 1, draft, mask=inside & (at > 0))
     if (state >= 0) & (state < num_states):
-        parent = tl.load(parents_ptr + source, mask=inside, other=-1)
-        depth = tl.load(depths_ptr + source, mask=inside, other=0)
-        logprob = tl.load(logprobs_ptr + source, mask=inside, other=float("-inf"))
+        target = state * N + at
+        depth = tl.load(depths_ptr + source, mask=valid, other=0)
+        logprob = tl.load(logprobs_ptr + source, mask=valid, other=float("-inf"))
         tl.store(stored_tokens_ptr + target, token, mask=inside)
-        tl.store(stored_parents_ptr + target, parent, mask=inside)
+        tl.store(stored_parents_ptr + target, tl.where(valid, parent, -1), mask=inside)
         tl.store(stored_depths_ptr + target, depth, mask=inside)
         tl.store(stored_logprobs_ptr + target, logprob, mask=inside)
-        tl.store(stored_num_nodes_ptr + state, tl.load(num_nodes_ptr + request))
+        tl.store(stored_num_nodes_ptr + state, nodes)
 
 
 def store_trees_reference(
-    tree: tuple[Tensor, ...], stored: tuple[Tensor, ...], rows: Tensor, drafts: Tensor
+    tree: tuple[Tensor, ...], stored: tuple[Tensor, ...], rows: Tensor, drafts: Tensor, chain_only: Tensor
 ) -> None:
-    """`store_trees` in plain PyTorch."""
-    drafts.copy_(tree[0][:, 1:])
+    """`store_trees` in plain PyTorch, a loop over the requests that want a chain."""
+    tokens, parents, depths, logprobs, num_nodes = (array.clone() for array in tree)
+    num_nodes = count_usable_nodes(parents, num_nodes)
+    for r in chain_only.nonzero().flatten().tolist():
+        above = parents[r, : int(num_nodes[r])].tolist()
+        path = [0] if above else []
+        while path and path[-1] in above[1:]:
+            path.append(above.index(path[-1], 1))
+        count = len(path)
+        for array in (tokens, depths, logprobs):
+            array[r, :count] = array[r, path].clone()
+        parents[r, :count] = torch.arange(-1, count - 1, dtype=parents.dtype)
+        num_nodes[r] = count
+    beyond = torch.arange(tokens.shape[1], device=tokens.device) >= num_nodes[:, None]
+    empty = zip((tokens, parents, depths, logprobs), (-1, -1, 0, float("-inf")), strict=True)
+    arrays = [array.masked_fill(beyond, value) for array, value in empty]
+    drafts.copy_(torch.where(beyond & (chain_only != 0)[:, None], 0, arrays[0])[:, 1:])
     known = (rows >= 0) & (rows < len(stored[-1]))
-    for source, target in zip(tree, stored, strict=True):
+    for source, target in zip((*arrays, num_nodes), stored, strict=True):
         target[rows[known].long()] = source[known]
 
 
@@ -308,6 +349,7 @@ def store_trees(
     stored: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     rows: Tensor,
     drafts: Tensor,
+    chain_only: Tensor,
     *,
     impl: Impl = "auto",
 ) -> None:
@@ -315,7 +357,9 @@ def store_trees(
 
     tree: tokens int64, parents int32, depths int32, logprobs fp32 [R, N] and num_nodes int32 [R]; stored: the
     same of S states; rows int64 [R], any stride, distinct where they lie in [0, S): trees of other rows are
-    kept nowhere; drafts int64 [R, N - 1]. `ValueError` for shapes, dtypes or devices that do not fit.
+    kept nowhere; drafts int64 [R, N - 1], -1 past the last node; chain_only int32 [R]: where it is not 0,
+    only the chain of first children from the root is left of the tree, and drafts past its end are 0.
+    `ValueError` for shapes, dtypes or devices that do not fit.
     """
     requests, slots = tree[0].shape
     device = tree[0].device
@@ -328,11 +372,12 @@ def store_trees(
                 raise ValueError(f"{which}[{index}] has strides {array.stride()}; it must be contiguous")
     expect("rows", rows, (requests,), device=device, dtypes=_LONG)
     expect("drafts", drafts, (requests, slots - 1), device=device, dtypes=_LONG)
+    expect_indices(device, ("chain_only", chain_only, (requests,)))
     if not use_triton(tree[0], impl):
-        store_trees_reference(tree, stored, rows, drafts)
+        store_trees_reference(tree, stored, rows, drafts, chain_only)
         return
     _store_trees_kernel[(requests,)](
-        *tree, rows, *stored, drafts, rows.stride(0), drafts.stride(0), len(stored[4]), slots,
+        *tree, rows, chain_only, *stored, drafts, rows.stride(0), drafts.stride(0), len(stored[4]), slots,
         BLOCK=triton.next_power_of_2(slots),
         num_warps=1,
     )  # fmt: skip

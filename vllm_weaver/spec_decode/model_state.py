@@ -100,13 +100,17 @@ class TreeStateMixin:
         self._verifier = TreeVerifier(sampler, speculative_config, self.step)
         return sampler, self._verifier
 
-    def _root_only(self, input_batch: InputBatch) -> np.ndarray:
-        """bool [num_reqs]: requests that must decode without drafts, since their logits depend on the history
-        of a row in a way that vLLM's processors know for chains only."""
+    def _restricted(self, input_batch: InputBatch) -> tuple[np.ndarray, np.ndarray]:
+        """Two bool [num_reqs]: requests that must decode without drafts, and those that need a chain.
+
+        vLLM processes logits with the tokens before a row, and masks them by a grammar, taking the row above
+        for the token before. That is right for chains; of custom processors not even that is known.
+        """
         index = input_batch.idx_mapping_np[: input_batch.num_reqs]
         if self._verifier is None:
-            return np.zeros(index.shape, dtype=bool)
-        return self._structured[index] | self._verifier.history_dependent(index)
+            return np.zeros(index.shape, dtype=bool), np.zeros(index.shape, dtype=bool)
+        chains = self._structured[index] | self._verifier.history_dependent(index)
+        return self._verifier.custom(index), chains
 
     # --- a step -----------------------------------------------------------------------------------------
 
@@ -124,7 +128,7 @@ class TreeStateMixin:
         """vLLM's metadata, with the step's trees attached to every target layer."""
         dummy = not input_batch.prefill_len_np.any()  # no real request has an empty prompt
         req_states = None if dummy else self._req_states
-        is_tree = self.step.begin(input_batch, req_states, self.trees, self._root_only(input_batch))
+        is_tree = self.step.begin(input_batch, req_states, self.trees, *self._restricted(input_batch))
         self._step_batch = input_batch
         if input_batch.prefill_runs_as_decode_np is not None:
             # vLLM's own metadata must split the batch as we do; this is the field that it consults for that.

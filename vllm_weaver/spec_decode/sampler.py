@@ -34,19 +34,23 @@ class TreeVerifier(RejectionSampler):
         self.step = step
 
     def history_dependent(self, index: np.ndarray) -> np.ndarray:
-        """bool [len(index)]: requests (by state index) whose logits are processed with the tokens before a
-        row, which vLLM's processors take from the row above; on a tree that is another branch."""
+        """bool [len(index)]: requests (by state index) whose logits vLLM's own processors change with the
+        tokens before a row, which they take from the rows above; on a tree that is another branch."""
         sampler = self.sampler
         needs = sampler.penalties_state.use_penalty[index].copy()
         for processor in sampler.logits_processors:
             counts = getattr(processor, "num_bad_words", None)
             if counts is not None:
                 needs |= counts.np[index] > 0
-        known = {"LogitBiasState", "PenaltiesState", "BadWordsState"}
-        if any(type(processor).__name__ not in known for processor in sampler.logits_processors):
-            needs |= sampler.needs_logits_processing[index]  # a custom processor may look at anything
         thinking = sampler.thinking_budget_state
         return needs | thinking.use_thinking_budget[index] if thinking.enabled else needs
+
+    def custom(self, index: np.ndarray) -> np.ndarray:
+        """bool [len(index)]: requests (by state index) that a custom processor may look at."""
+        known = {"LogitBiasState", "PenaltiesState", "BadWordsState"}
+        if all(type(processor).__name__ in known for processor in self.sampler.logits_processors):
+            return np.zeros(index.shape, dtype=bool)
+        return self.sampler.needs_logits_processing[index].copy()
 
     def __call__(
         self,
@@ -57,10 +61,10 @@ class TreeVerifier(RejectionSampler):
     ) -> SamplerOutput:
         """logits [num_logits, V], one row a node (and one a prefill that ends in this step), in batch order.
 
-        `draft_logits` plays no part: acceptance compares tokens. `invalid_drafts` marks drafts that a grammar
-        refuses; requests with a grammar come with their root alone.
+        `draft_logits` plays no part: acceptance compares tokens. `invalid_drafts` bool [num_logits] marks the
+        rows of drafts that a grammar refuses: they are no nodes. (A request with a grammar has a chain.)
         """
-        del draft_logits, invalid_drafts
+        del draft_logits
         step, sampler = self.step, self.sampler
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         vocab_size = logits.shape[1]
@@ -81,7 +85,7 @@ class TreeVerifier(RejectionSampler):
         walk = greedy_walk(
             chosen.to(torch.int64),
             row_starts,
-            step.tokens,
+            self._usable_tokens(row_starts, invalid_drafts),
             step.parents,
             step.num_nodes,
             vocab_size,
@@ -113,3 +117,13 @@ class TreeVerifier(RejectionSampler):
             num_rejected=num_rejected,
             sampling_mask_tensors=None,
         )
+
+    def _usable_tokens(self, row_starts: Tensor, invalid_drafts: Tensor | None) -> Tensor:
+        """The step's tokens [R, N], those of invalid drafts replaced by one that nothing can be equal to."""
+        tokens: Tensor = self.step.tokens
+        if invalid_drafts is None:
+            return tokens
+        node = torch.arange(tokens.shape[1], device=tokens.device)
+        row = row_starts[:-1, None] + node
+        invalid = invalid_drafts[row.clamp(max=len(invalid_drafts) - 1)] & (row < row_starts[1:, None])
+        return tokens.masked_fill(invalid & (node > 0), -1)

@@ -170,4 +170,5 @@ class DFlashTfmSpeculator(DFlashSpeculator):
             self.draft_tokens[:num_reqs] = tree.tokens[:, 1:]
             return
         index = self.sample_idx_mapping[samples].view(num_reqs, depth)[:, 0]
-        self._tree_state.trees.store(tree, index, self.draft_tokens[:num_reqs])
+        chain_only = self._tree_state.step.chain_only[:num_reqs]
+        self._tree_state.trees.store(tree, index, self.draft_tokens[:num_reqs], chain_only)

@@ -66,6 +66,7 @@ class TreeStep:
         all_trees, any_tree: whether every request of the step is a tree, and whether one is.
         num_rows: rows up to the end of the last tree. num_tokens: rows, padding included.
         drafts_verified: whether the walk has run.
+        chain_only int32 [max R]: requests whose next tree must be a chain, in batch order.
     """
 
     tokens: Tensor
@@ -82,6 +83,8 @@ class TreeStep:
         self.device = device
         self._arrays = StepArrays.allocate(max_num_reqs, budget + 1, device)
         self._limits = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self.chain_only = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self._some_chains = False
         self._nothing_computed = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self._shift = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
@@ -113,6 +116,7 @@ class TreeStep:
         req_states: RequestState | None,
         trees: TreeBuffers,
         root_only: np.ndarray,
+        chain_only: np.ndarray,
     ) -> np.ndarray:
         """Fill the step from the batch and the stored trees; returns `tree_requests`.
 
@@ -122,6 +126,7 @@ class TreeStep:
             root).
             trees: the trees that the speculator left, by request state index.
             root_only: bool [num_reqs], requests whose drafts must not be looked at.
+            chain_only: bool [num_reqs], requests whose next tree must be a chain.
         """
         from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -141,6 +146,11 @@ class TreeStep:
         limits[:num_reqs] = 1 if drafts is None or req_states is None else np.where(root_only, 1, drafts + 1)
         limits[:num_reqs][~is_tree] = 0
         async_tensor_h2d(limits, out=self._limits[:padded])
+        if chain_only.any() or self._some_chains:  # else all of it is 0 already
+            flags = np.zeros(len(self.chain_only), dtype=np.int32)
+            flags[:num_reqs] = chain_only
+            async_tensor_h2d(flags, out=self.chain_only)
+            self._some_chains = bool(chain_only.any())
         computed = prefill_len = self._nothing_computed
         if req_states is not None:
             computed, prefill_len = req_states.num_computed_tokens.gpu, req_states.prefill_len.gpu

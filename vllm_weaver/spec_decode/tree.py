@@ -166,15 +166,16 @@ class TreeBuffers:
     def __init__(self, max_num_reqs: int, num_slots: int, device: torch.device | str) -> None:
         self.trees = Tree.empty(max_num_reqs, num_slots, device)
 
-    def store(self, tree: Tree, rows: Tensor, drafts: Tensor) -> None:
+    def store(self, tree: Tree, rows: Tensor, drafts: Tensor, chain_only: Tensor) -> None:
         """Keeps the batch's trees under their request state indices `rows` int64 [R] and writes their tokens,
-        root left out, to `drafts` int64 [R, N - 1]. Rows outside [0, max_num_reqs) are padding, of which
-        nothing is kept; the others must be distinct. `ValueError` for trees of another number of slots."""
+        root left out, to `drafts` int64 [R, N - 1]. Where `chain_only` int32 [R] is not 0, the tree is cut to
+        the chain of first children. Rows outside [0, max_num_reqs) are padding, of which nothing is kept; the
+        others must be distinct. `ValueError` for trees of another number of slots."""
         if tree.num_slots != self.trees.num_slots:
             raise ValueError(
                 f"TreeBuffers hold {self.trees.num_slots} slots a request, but the tree has {tree.num_slots}."
             )
-        store_trees(tree.arrays(), self.trees.arrays(), rows, drafts)
+        store_trees(tree.arrays(), self.trees.arrays(), rows, drafts, chain_only)
 
     def nodes(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """tokens, parents, depths [S, N] and num_nodes [S], by request state index."""
