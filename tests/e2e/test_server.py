@@ -29,7 +29,7 @@ OPTIONS = (
 # Token ids in the answer, and token ids as keys of its log-probabilities.
 WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 # Keys of a request that are vLLM's own.
-OURS = ("ignore_eos", "repetition_penalty", "response_format", "top_k")
+OURS = ("ignore_eos", "min_p", "repetition_penalty", "response_format", "top_k")
 PROMPTS = json.loads((DEMO / "prompts.json").read_text())
 
 
@@ -228,6 +228,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "two choices": {"n": 2, "temperature": 0.8, "seed": 3},
     "JSON": {"response_format": {"type": "json_object"}},
     "top-k and top-p": {"temperature": 0.8, "seed": 3, "top_k": 20, "top_p": 0.9},
+    "min-p": {"temperature": 0.8, "seed": 3, "min_p": 0.1},
+    "logit bias": {"logit_bias": {"9": 4}},
     "logprobs beyond the limit": {"logprobs": harness.TOP + 1},
     "penalty beyond the limit": {"presence_penalty": 3},
 }

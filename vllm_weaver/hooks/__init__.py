@@ -55,6 +55,16 @@ HOOKS: tuple[Hook, ...] = (
         fingerprint="25b927c6a43ae929",
     ),
     Hook(
+        name="sampling-params",
+        target="vllm.sampling_params:SamplingParams._validate_spec_decode",
+        make="vllm_weaver.hooks.config_side:validate_spec_decode",
+        phase="config",
+        kind="wrap",
+        reason="min_p and logit_bias work on trees: every node's row is sampled as without speculation",
+        removal="vLLM accepts them with speculative decoding",
+        fingerprint="2d12ade14c28782a",
+    ),
+    Hook(
         name="worker-start",
         target="vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
         make="vllm_weaver.hooks.config_side:init_device",

@@ -112,6 +112,17 @@ def num_lookahead_tokens(original: property) -> property:
     return property(fget, doc=original.__doc__)
 
 
+def validate_spec_decode(original: Callable[..., None]) -> Callable[..., None]:
+    """No sampling parameter is refused for being beside trees."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, speculative_config: Any) -> None:
+        if getattr(speculative_config, "weaver_settings", None) is None:
+            original(self, speculative_config)
+
+    return wrapper
+
+
 def init_device(original: Callable[..., Any]) -> Callable[..., Any]:
     """Apply the runner hooks before the worker builds its model runner."""
 
