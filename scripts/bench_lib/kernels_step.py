@@ -117,13 +117,14 @@ def store_case(setting: Setting, trees: Trees) -> Case:
     requests, device = trees.requests, setting.device
     new = tuple(array[:requests].contiguous() for array in stored(trees, device))
     rows = torch.arange(requests, device=device) + 1
+    no_chains = torch.zeros(requests, dtype=torch.int32, device=device)
 
     def store(
         impl: Impl, kept: tuple[Tensor, ...] | None = None, drafts: Tensor | None = None
     ) -> list[Tensor]:
         kept = stored(trees, device) if kept is None else kept
         drafts = torch.zeros_like(new[0][:, 1:]) if drafts is None else drafts
-        store_trees(new, kept, rows, drafts, impl=impl)  # type: ignore[arg-type]
+        store_trees(new, kept, rows, drafts, no_chains, impl=impl)  # type: ignore[arg-type]
         return [*kept, drafts]
 
     kept, drafts = stored(trees, device), torch.zeros_like(new[0][:, 1:])
