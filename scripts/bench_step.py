@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tests`: the gate compares as the tests do
 
+from bench_lib.plot import draw
 from bench_lib.provenance import BenchmarkError, provenance, say, table, write_json
 
 ENVIRONMENT = {
@@ -68,7 +69,11 @@ def check_losslessness(mode: str) -> dict[str, Any]:
     if mode == "0":
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     say("gate: the demo models, plain and with trees")
-    with harness.engine(harness.DEMO / "target", **options) as llm:
+    plain = options | {"cudagraph_capture_sizes": [1, 2, 4]}
+    depth, nodes = 7, GATE_BUDGET + 1  # the demo draft's blocks have 8 positions
+    sizes = sorted({n * rows for n in (1, 2, 4) for rows in (depth + 1, nodes)})
+    options |= {"cudagraph_capture_sizes": sizes}
+    with harness.engine(harness.DEMO / "target", **plain) as llm:
         references = harness.references(llm, harness.demo_prompts(llm.get_tokenizer(), 8), 64)
     with harness.engine(harness.DEMO / "target", **options, **harness.trees(GATE_BUDGET)) as llm:
         outputs = harness.greedy(llm, [r.prompt for r in references], 64)
@@ -206,6 +211,13 @@ def main() -> int:
                 lambda found: write_json(arguments.out, {"provenance": facts, **found}),
             )
         print(report(results, arguments.contexts))
+        picture = arguments.out.with_suffix(".png")
+        title = f"{facts['gpu']}, {arguments.shape}, batch 1, mode {arguments.mode}, {facts['date']}"
+        try:
+            draw(results, [str(c) for c in arguments.contexts], title, picture)
+            say(f"wrote {picture}")
+        except ImportError:
+            say(f"no {picture}: matplotlib is not installed; pip install matplotlib")
     except BenchmarkError as error:
         print(f"bench_step: FAILED: {error}", file=sys.stderr, flush=True)
         return 1

@@ -21,6 +21,7 @@ from bench_lib import (
     kernels_gdn,
     kernels_step,
     kernels_weaver,
+    plot,
     provenance,
 )
 from bench_lib.kernels_common import Case, Setting
@@ -371,3 +372,26 @@ def test_without_cuda_there_is_one_sentence(script: str, tmp_path: Path) -> None
     sentence = f"{script}: FAILED: this benchmark needs a CUDA device, and torch finds none\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", sentence)
     assert not out.exists()
+
+
+# --- the picture -----------------------------------------------------------------------------------------
+
+STEP_RESULTS = {
+    "arms": {
+        "dflash": {"512": {"ratio": 1.4, "parts_ms": {"idle": 1.0}}},
+        "tfm 64": {"512": {"ratio": 1.5, "parts_ms": {"verify: GDN": 2.0, "idle": 0.5, "total": 2.5}}},
+        "tfm 8": {"512": {"ratio": 1.2, "parts_ms": {"verify: GDN": 1.0, "total": 1.0}}},
+    }
+}
+
+
+def test_series_are_ordered_by_budget() -> None:
+    budgets, ratios, parts = plot.series(STEP_RESULTS, "512")
+    assert budgets == [8, 64] and ratios == [1.2, 1.5]
+    assert parts[1]["idle"] == 0.5
+    assert plot.series(STEP_RESULTS, "8192") == ([], [], [])
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    plot.draw(STEP_RESULTS, ["512"], "made up", tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
