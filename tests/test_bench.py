@@ -85,6 +85,11 @@ def test_slowest_kernels_come_first() -> None:
         ("void flash_fwd_splitkv", "attention"),
         ("_start_frontier", "Weaver"),
         ("_select_logits_kernel", "pool"),
+        ("_finish_kernel", "pool"),
+        ("combine_kernel", "attention"),
+        *((f"_{name}_kernel", "Weaver") for name in ("project", "qkv", "path_attention", "gate_up")),
+        *((f"_{name}_kernel", "Weaver") for name in ("scores", "select", "start")),
+        ("_store_trees_kernel", "walk and commit"),
         ("_greedy_walk_kernel", "walk and commit"),
         ("_kv_compact_kernel", "walk and commit"),
         ("nvjet_tst_128x8", "matrix products"),
@@ -295,7 +300,7 @@ def test_a_wrong_kernel_stops_at_the_gate(
 
 @CPU_ONLY
 def test_a_wrong_weaver_score_stops_at_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_weaver.kernels import weaver_growth
+    from vllm_weaver.spec_decode import weaver_growth
 
     right = weaver_growth.candidate_scores
     monkeypatch.setattr(weaver_growth, "candidate_scores", lambda *args: right(*args) * 1.5)

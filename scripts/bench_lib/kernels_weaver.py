@@ -23,7 +23,6 @@ from bench_lib.kernels_common import Call, Case, Setting, relative_error, requir
 from vllm_weaver.kernels.ancestors import ancestor_mask_reference
 from vllm_weaver.kernels.candidate_pool import candidate_pool
 from vllm_weaver.kernels.frontier import CHILDREN, select_nodes, start_growth
-from vllm_weaver.kernels.weaver_growth import WeaverGrowth
 from vllm_weaver.spec_decode.proposers import (
     ChainProposer,
     DDTreeProposer,
@@ -33,6 +32,7 @@ from vllm_weaver.spec_decode.proposers import (
 )
 from vllm_weaver.spec_decode.tree import Tree
 from vllm_weaver.spec_decode.weaver import WeaverConfig, WeaverHead, node_rows, pool_logprobs
+from vllm_weaver.spec_decode.weaver_growth import WeaverGrowth
 
 NAMES = ("candidate_pool", "weaver_prompt", "weaver_round", "weaver_proposal", "ddtree", "chain")
 HEADS = 4

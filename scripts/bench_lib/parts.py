@@ -13,9 +13,9 @@ import torch
 # First match counts. Names are those of this package, of vLLM, FlashAttention, cuBLAS and Inductor.
 _KINDS = (
     ("GDN", r"gdn|gated_delta|fused_recurrent|chunk_|causal_conv1d|_tree_conv|l2norm_fwd|solve_tril"),
-    ("attention", r"tree_attention|_combine|flash|fmha|reshape_and_cache"),
-    ("Weaver", r"weaver|frontier|_publish|_take|_grow"),
-    ("pool", r"_select_|_pool|candidate|_finish"),
+    ("attention", r"tree_attention|combine_kernel|flash|fmha|reshape_and_cache"),
+    ("pool", r"_select_logits|_finish_kernel"),
+    ("Weaver", r"weaver|frontier|_(project|qkv|path_attention|gate_up|scores|select|start)_kernel"),
     ("walk and commit", r"walk|argmax|kv_compact|gather_rows|store_trees|fill_step"),
     ("sampling", r"gumbel|sampl|temperature|topk|min_p"),
     ("matrix products", r"nvjet|gemm|gemv|cutlass|splitk|cublas|sm90_xmma|matmul"),

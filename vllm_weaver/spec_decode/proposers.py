@@ -22,9 +22,9 @@ from torch import Tensor
 from vllm_weaver.kernels.candidate_pool import candidate_pool
 from vllm_weaver.kernels.common import Impl, use_triton
 from vllm_weaver.kernels.frontier import CHILDREN, publish_children, take_best
-from vllm_weaver.kernels.weaver_growth import WeaverGrowth
 from vllm_weaver.spec_decode.tree import Tree
 from vllm_weaver.spec_decode.weaver import WeaverHead, node_rows, pool_logprobs
+from vllm_weaver.spec_decode.weaver_growth import WeaverGrowth
 
 _DDTREE_POOL = 64
 _RANK_BITS = 7  # a rank of at most 64, plus one: 0 ends a path

@@ -15,7 +15,7 @@ There are two ways to run node rows. `forward_nodes` takes a whole node set with
 differentiable: it is what training uses and what the tests hold to be true. `step_nodes` takes only the new
 nodes of a round and a cache of earlier nodes' keys and values: it is what the proposer uses where there is no
 Triton. Both go through the same block code. On a GPU the proposer runs kernels over the same weights, see
-`kernels/weaver_growth.py`.
+`weaver_growth.py`.
 
 Letters in shapes: R requests, D draft depth, n node rows of a call, N node slots of a cache, P pool size, V
 vocabulary, d target hidden size (`d_model`), r head width (`d_rank`), H heads, h = r / H head dimension, L

@@ -14,7 +14,6 @@ longer than a round."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,9 +22,7 @@ from vllm_weaver.kernels.frontier import Growth, Rows, select_nodes, start_growt
 from vllm_weaver.kernels.weaver_attention import path_attention
 from vllm_weaver.kernels.weaver_linear import COLUMNS, gate_up, project, qkv
 from vllm_weaver.kernels.weaver_scores import candidate_scores
-
-if TYPE_CHECKING:
-    from vllm_weaver.spec_decode.weaver import WeaverBlock, WeaverHead, WeaverNorm
+from vllm_weaver.spec_decode.weaver import WeaverBlock, WeaverHead, WeaverNorm
 
 
 @dataclass
