@@ -71,7 +71,7 @@ def show(report: dict[str, Any]) -> str:
         drift = report["gdn_drift"]
         lines.append(
             f"GDN state after {drift['commits']} commits, relative error: {drift['verify_and_commit']:.1e}; "
-            f"token by token in fp32: {drift['sequential_fp32']:.1e}"
+            f"vLLM's sequential kernel: {drift['sequential']:.1e}"
         )
     return "\n".join(lines)
 

@@ -264,7 +264,7 @@ def test_every_case_passes_its_check_and_its_calls_run(family: Any, name: str) -
 @CPU_ONLY
 def test_drift_compares_three_states() -> None:
     found = kernels_gdn.drift(tiny(), commits=3)
-    assert found["commits"] == 3 and found["verify_and_commit"] < 1e-5 and found["sequential_fp32"] < 1e-5
+    assert found["commits"] == 3 and found["verify_and_commit"] < 1e-5 and found["sequential"] < 1e-5
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, family: Any, kernel: str, argument: str) -> None:

@@ -88,19 +88,17 @@ def test_inputs_go_through_the_convolution(impl: str, device: torch.device) -> N
     assert same_bits(stash.inputs[nodes], problem.x[nodes])
 
 
-@pytest.mark.parametrize(("block", "pull"), [(16, 64), (32, 16), (64, 64)])
-def test_block_sizes(block: int, pull: int, device: torch.device) -> None:
-    check(
-        make_problem([("random", 70, 3)], device, heads=1),
-        "triton",
-        5e-5,
-        tuning=GdnTuning(block=block, pull=pull, block_v=32),
-    )
+@pytest.mark.parametrize(("tile", "pull"), [(16, 64), (32, 16), (32, 64)])
+@pytest.mark.parametrize("nodes", [1, 2, 17, 33, 34, 70])
+def test_tile_sizes(nodes: int, tile: int, pull: int, device: torch.device) -> None:
+    """Around the edges of tiles, which start at the root's children."""
+    problem = make_problem([("random", nodes, 3)], device, heads=1)
+    check(problem, "triton", 5e-5, tuning=GdnTuning(tile=tile, pull=pull, block_v=32))
 
 
 def test_equal_keys_do_not_cancel(device: torch.device) -> None:
     """One token over and over: the triangle is dense with entries near 1."""
-    problem = make_problem([("chain", 40, 0)], device, heads=1)
+    problem = make_problem([("chain", 80, 0)], device, heads=1)
     keys = slice(problem.shape.k_dim, 2 * problem.shape.k_dim)
     problem.x[:, keys] = problem.x[0, keys]
     problem.a.fill_(-20.0)
@@ -111,8 +109,8 @@ def test_equal_keys_do_not_cancel(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["tf32", "tf32x3", "bf16x3"])
-@pytest.mark.parametrize("block", [16, 32, 64])
-def test_relative_error_on_tensor_cores(block: int, precision: str) -> None:
+@pytest.mark.parametrize("tile", [16, 32])
+def test_relative_error_on_tensor_cores(tile: int, precision: str) -> None:
     """bf16 activations at full dimensions: outputs and the u that the commit adds, in the norm."""
     problem = make_problem(
         [("random", 129, 0), ("chain", 33, 0)], torch.device("cuda"), key_heads=2, heads=6, k_dim=128,
@@ -123,7 +121,7 @@ def test_relative_error_on_tensor_cores(block: int, precision: str) -> None:
         "triton",
         "vk",
         out_dtype=torch.float32,
-        tuning=GdnTuning(block=block, pull=32, block_v=32, precision=precision),
+        tuning=GdnTuning(tile=tile, pull=32, block_v=32, precision=precision),
     )
     wanted, true_stash = (
         torch.zeros_like(out),

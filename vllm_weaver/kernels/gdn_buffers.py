@@ -27,8 +27,8 @@ StateLayout = Literal["kv", "vk"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-TILE = 16
-"""Nodes of a tile: the diagonal blocks that are inverted, and the smallest side of a tensor core's tile."""
+TILE = 32
+"""Nodes of the largest tile whose triangle is inverted."""
 
 
 def state_as_kv(state: Tensor, layout: StateLayout) -> Tensor:

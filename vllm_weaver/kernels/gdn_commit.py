@@ -60,6 +60,49 @@ def gdn_tree_commit_reference(
 
 
 @triton.jit
+def _load_block(
+    path_ptr,
+    c_ptr,
+    k_scale_ptr,
+    k_ptr,
+    u_ptr,
+    first,  # row of the layer's and the request's node 0
+    n,
+    N,
+    step,  # places on the path
+    head,
+    dim_k,
+    dim_v,
+    HV: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+):
+    """c and k_scale [places], keys [K, places] and u [places, V] of the nodes there; of some node of the tree
+    where there is none."""
+    node = tl.load(path_ptr + step, mask=step < N, other=0)
+    row = first + tl.minimum(tl.maximum(node, 0), n - 1)
+    key = row * (HV // HEADS_PER_KEY) + head // HEADS_PER_KEY
+    c = tl.load(c_ptr + row * HV + head)
+    scale = tl.load(k_scale_ptr + key)
+    keys = tl.load(k_ptr + key[None, :] * K + dim_k[:, None], mask=(dim_k < K)[:, None], other=0.0)
+    at = (row[:, None] * HV + head) * V + dim_v[None, :]
+    return c, scale, keys, tl.load(u_ptr + at, mask=(dim_v < V)[None, :], other=0.0)
+
+
+@triton.jit
+def _add_writes(state, c_leaf, c, scale, keys, u, on_path, PRECISION: tl.constexpr, PARTS: tl.constexpr):
+    """state + the sum over the places on the path of e^{c_leaf - c} k u^T."""
+    # Not only zero weights: what a node off the path holds, NaN included, must not reach the state.
+    weight = tl.exp(tl.where(on_path, c_leaf - c, 0.0)) * scale
+    u = tl.where(on_path[:, None], weight[:, None] * u, 0.0)
+    keys = tl.where(on_path[None, :], keys, 0.0)
+    if PARTS > 0:
+        return state + dot_parts(keys, bf16_parts(u), PARTS)
+    return state + tl.dot(keys.to(tl.float32), u, input_precision=PRECISION)
+
+
+@triton.jit
 def _gdn_commit_kernel(
     c_ptr,  # [layers, rows, HV]
     k_ptr,  # [layers, rows, Hk, K]
@@ -112,35 +155,32 @@ def _gdn_commit_kernel(
     before = tl.load(tile, mask=tile_mask, other=0.0)  # first of all: the path is walked while it arrives
 
     first = tl.load(query_start_loc_ptr + r).to(tl.int64)
-    n = tl.minimum(n, tl.load(query_start_loc_ptr + r + 1) - first)
+    n = tl.minimum(n, (tl.load(query_start_loc_ptr + r + 1) - first).to(tl.int32))
+    if n <= 0:
+        return
     path_ptr += r.to(tl.int64) * N
+    first += layer.to(tl.int64) * rows
+    step = tl.arange(0, BLOCK_N)
+    # Also before the path's length is known: most paths end within the first block, and what is loaded for
+    # places behind the end (of some node of the tree) is not used.
+    c, scale, keys, u = _load_block(
+        path_ptr, c_ptr, k_scale_ptr, k_ptr, u_ptr, first, n, N, step, head, dim_k, dim_v,
+        HV, HEADS_PER_KEY, K, V,
+    )  # fmt: skip
     length = load_path_length(path_ptr, tl.load(num_path_ptr + r), n, N, BLOCK_PATH)
     if length == 0:
         return
-    first += layer.to(tl.int64) * rows
-    c_leaf = tl.load(c_ptr + (first + tl.load(path_ptr + length - 1)) * HV + head)
+    c_leaf = tl.sum(tl.where(step == length - 1, c, 0.0), axis=0)
+    if length > BLOCK_N:
+        c_leaf = tl.load(c_ptr + (first + tl.load(path_ptr + length - 1)) * HV + head)
     state = tl.exp(c_leaf) * before.to(tl.float32)
-    for at in range(0, length, BLOCK_N):
-        step = at + tl.arange(0, BLOCK_N)
-        on_path = step < length
-        row = first + tl.load(path_ptr + step, mask=on_path, other=0)
-        key = row * (HV // HEADS_PER_KEY) + head // HEADS_PER_KEY
-        c = tl.load(c_ptr + row * HV + head, mask=on_path, other=0.0)
-        scale = tl.load(k_scale_ptr + key, mask=on_path, other=0.0)
-        weight = tl.where(on_path, tl.exp(c_leaf - c) * scale, 0.0)
-        keys = tl.load(
-            k_ptr + key[None, :] * K + dim_k[:, None], mask=on_path[None, :] & mask_k[:, None], other=0.0
-        )
-        u = tl.load(
-            u_ptr + (row[:, None] * HV + head) * V + dim_v[None, :],
-            mask=on_path[:, None] & mask_v[None, :],
-            other=0.0,
-        )
-        u = weight[:, None] * u
-        if PARTS > 0:
-            state += dot_parts(keys, bf16_parts(u), PARTS)
-        else:
-            state += tl.dot(keys.to(tl.float32), u, input_precision=PRECISION)
+    state = _add_writes(state, c_leaf, c, scale, keys, u, step < length, PRECISION, PARTS)
+    for at in range(BLOCK_N, length, BLOCK_N):
+        c, scale, keys, u = _load_block(
+            path_ptr, c_ptr, k_scale_ptr, k_ptr, u_ptr, first, n, N, at + step, head, dim_k, dim_v,
+            HV, HEADS_PER_KEY, K, V,
+        )  # fmt: skip
+        state = _add_writes(state, c_leaf, c, scale, keys, u, at + step < length, PRECISION, PARTS)
     tl.store(tile, state.to(DTYPE), mask=tile_mask)
 
 

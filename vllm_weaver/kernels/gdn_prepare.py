@@ -17,6 +17,9 @@ import triton.language as tl
 
 from vllm_weaver.kernels.tree_conv import conv_tile
 
+NODES = 16
+"""Nodes of a program; divides 32, so that their own bits lie in one mask word."""
+
 
 @triton.jit
 def _log_decay(a, dt_bias, A_log):
@@ -69,7 +72,7 @@ def gdn_prepare_kernel(
     SILU: tl.constexpr,
     NORM_EPS: tl.constexpr,
     BLOCK_TREE: tl.constexpr,  # a power of two >= N
-    BLOCK_N: tl.constexpr,  # divides 32, so that a tile's own bits lie in one mask word
+    BLOCK_N: tl.constexpr,  # NODES
     BLOCK_D: tl.constexpr,  # a power of two >= K and V
 ):
     unit, tile, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)  # unit: q heads, k heads, v heads

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Second and third launch of the Gated DeltaNet tree verify: products of node pairs, then the solve.
 
-With the diagonal tiles T_tt = (I + L_tt)^-1 of 16 nodes, the second launch makes
+Every node has the root above it. So the third launch first takes the committed state S0 over the root, one
+step of the recurrence, and the tree hangs from that state S:
+
+    rhs_i = beta_i (v_i - e^{c_i - c_0} S^T k_i)      for the nodes 1..n-1, in tiles
+
+Of a budget of 32, 64 or 128 nodes that leaves whole tiles. With T_tt = (I + L_tt)^-1, the second launch makes
 
     L_ij = beta_i e^{c_i - c_j} (k_i . k_j)  (j a proper ancestor of i),   A_ij = e^{c_i - c_j} (q_i . k_j)
 
-for every pair of tiles at once, T_tt in the place of L_tt. The third one holds the committed state's tile
-[K, BLOCK_V] and a block of right-hand sides beta_i (v_i - e^{c_i} S0^T k_i), takes what earlier blocks
-contribute, and then goes through the block's tiles: u_t = T_tt rhs_t, rhs -= L_{:,t} u_t, out += A_{:,t} u_t.
-All of it is products on tensor cores but for T, which is forward substitution in fp32 within one warp: a
-product form of the inverse cancels badly where keys repeat.
+for every pair of tiles at once, T_tt in the place of L_tt. The third one holds a tile of S [K, BLOCK_V] and
+goes through the nodes' tiles: what earlier tiles contribute is taken from the right-hand sides, then
+u_t = T_tt rhs_t. All of it is products on tensor cores but for T of 16 nodes: forward substitution in
+fp32 within one warp (two of them and the product between give T of 32): a product form of the inverse cancels
+badly where keys repeat. Writes u, which the state keeps, are more precise than outputs.
 
-L and A are the only matrices of node pairs and lie in `GdnScratch`. Floor for n nodes a value head: K V state
-elements, n (K + V) activations and n^2 elements of L and A read, n V outputs and n V fp32 u written;
-4 n K V + n^2 (2 K + 2 V) multiply-adds.
+L and A are the only matrices of node pairs and lie in `GdnScratch`, whose columns start at node 1. Floor for
+n nodes a value head: K V state elements, n (K + V) activations and n^2 elements of L and A read, n V outputs
+and n V fp32 u written; 4 n K V + n^2 (2 K + 2 V) multiply-adds.
 """
 
 from __future__ import annotations
@@ -22,6 +27,36 @@ import triton
 import triton.language as tl
 
 from vllm_weaver.kernels.gdn_dots import bf16_parts, dot_activations, dot_parts
+from vllm_weaver.kernels.pdl import take_turn
+
+
+@triton.jit
+def _inverse(lower, PRECISION: tl.constexpr, TILE: tl.constexpr):
+    """(I + lower)^-1 of a strictly lower triangular [TILE, TILE], TILE 16 or 32."""
+    PIECE: tl.constexpr = 16
+    PIECES: tl.constexpr = TILE // PIECE
+    tl.static_assert(PIECES == 1 or PIECES == 2)
+    tiles = tl.permute(tl.reshape(lower, (PIECES, PIECE, PIECES, PIECE)), (0, 2, 1, 3))
+    block_i = tl.arange(0, PIECES)[:, None, None, None]
+    block_j = tl.arange(0, PIECES)[None, :, None, None]
+    diagonal = tl.sum(tl.where(block_i == block_j, tiles, 0.0), axis=1)
+    row, column = tl.arange(0, PIECE)[None, :, None], tl.arange(0, PIECE)[None, None, :]
+    inverse = tl.where((row == column) & (tl.arange(0, PIECES) >= 0)[:, None, None], 1.0, 0.0)
+    for t in tl.static_range(0, PIECE - 1):  # row t is final once rows 0..t-1 have been subtracted from it
+        solved = tl.sum(tl.where(row == t, inverse, 0.0), axis=1)
+        factor = tl.sum(tl.where(column == t, diagonal, 0.0), axis=2)
+        inverse -= factor[:, :, None] * solved[:, None, :]
+    if PIECES == 1:
+        return tl.reshape(inverse, (TILE, TILE))
+    piece = tl.arange(0, PIECES)[:, None, None]
+    upper_left = tl.sum(tl.where(piece == 0, inverse, 0.0), axis=0)
+    lower_right = tl.sum(tl.where(piece == 1, inverse, 0.0), axis=0)
+    below = tl.sum(tl.sum(tl.where(block_i > block_j, tiles, 0.0), axis=1), axis=0)
+    below = tl.dot(below, upper_left, input_precision=PRECISION)
+    below = -tl.dot(lower_right, below, input_precision=PRECISION)
+    whole = tl.where(block_i == block_j, inverse[:, None, :, :], 0.0)
+    whole = tl.where(block_i > block_j, below[None, None, :, :], whole)
+    return tl.reshape(tl.permute(whole, (0, 2, 1, 3)), (TILE, TILE))
 
 
 @triton.jit
@@ -48,6 +83,7 @@ def gdn_pairs_kernel(
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     head, r = tl.program_id(0), tl.program_id(2)
     pair = tl.program_id(1)
@@ -59,16 +95,20 @@ def gdn_pairs_kernel(
     tile_i = tl.where(tile_i * (tile_i + 1) // 2 > pair, tile_i - 1, tile_i)
     tile_i = tl.where((tile_i + 1) * (tile_i + 2) // 2 <= pair, tile_i + 1, tile_i)
     tile_j = pair - tile_i * (tile_i + 1) // 2
-    if tile_i * TILE >= n:
+    if 1 + tile_i * TILE >= n:
+        take_turn(PDL)
         return
     in_tile = tl.arange(0, TILE)
-    i, j = tile_i * TILE + in_tile, tile_j * TILE + in_tile
+    i, j = 1 + tile_i * TILE + in_tile, 1 + tile_j * TILE + in_tile
     dim = tl.arange(0, BLOCK_K)
     KEY_HEADS: tl.constexpr = HV // HEADS_PER_KEY
     at_i = (first + i) * KEY_HEADS + head // HEADS_PER_KEY
     at_j = (first + j) * KEY_HEADS + head // HEADS_PER_KEY
     mask_i, mask_j, mask_k = i < n, j < n, dim < K
     tile_mask_i = mask_i[:, None] & mask_k[None, :]
+    words = ancestors_ptr + (r.to(tl.int64) * N + i[:, None]) * MASK_WORDS + (j // 32)[None, :]
+    bits = tl.load(words, mask=mask_i[:, None] & mask_j[None, :], other=0)
+    take_turn(PDL)
     keys_i = tl.load(k_ptr + at_i[:, None] * K + dim[None, :], mask=tile_mask_i, other=0.0)
     queries_i = tl.load(q_ptr + at_i[:, None] * K + dim[None, :], mask=tile_mask_i, other=0.0)
     keys_j = tl.load(
@@ -80,23 +120,15 @@ def gdn_pairs_kernel(
     c_i = tl.load(c_ptr + (first + i) * HV + head, mask=mask_i, other=0.0)
     c_j = tl.load(c_ptr + (first + j) * HV + head, mask=mask_j, other=0.0)
     beta = tl.load(beta_ptr + (first + i) * HV + head, mask=mask_i, other=0.0)
-    words = ancestors_ptr + (r.to(tl.int64) * N + i) * MASK_WORDS + tile_j * TILE // 32
-    bits = tl.load(words, mask=mask_i, other=0)
 
-    seen = ((bits[:, None] >> (j & 31)[None, :]) & 1) != 0
+    seen = ((bits >> (j & 31)[None, :]) & 1) != 0
     decay = tl.exp(tl.where(seen, c_i[:, None] - c_j[None, :], float("-inf"))) * k_scale_j[None, :]
-    attend = decay * q_scale_i[:, None] * dot_activations(queries_i, keys_j, PRECISION, PARTS)
     lower = decay * (beta * k_scale_i)[:, None] * dot_activations(keys_i, keys_j, PRECISION, PARTS)
-    at = (head.to(tl.int64) * rows + first + i)[:, None] * PITCH + j[None, :]
+    attend = decay * q_scale_i[:, None] * dot_activations(queries_i, keys_j, PRECISION, PARTS)
+    at = (head.to(tl.int64) * rows + first + i)[:, None] * PITCH + (tile_j * TILE + in_tile)[None, :]
     tl.store(attend_ptr + at, attend, mask=mask_i[:, None])
     if tile_i == tile_j:
-        lower = tl.where(in_tile[:, None] > in_tile[None, :], lower, 0.0)
-        inverse = tl.where(in_tile[:, None] == in_tile[None, :], 1.0, 0.0)
-        for t in tl.static_range(0, TILE - 1):  # row t is final once rows 0..t-1 have been subtracted from it
-            solved = tl.sum(tl.where(in_tile[:, None] == t, inverse, 0.0), axis=0)
-            column = tl.sum(tl.where(in_tile[None, :] == t, lower, 0.0), axis=1)
-            inverse -= column[:, None] * solved[None, :]
-        lower = inverse
+        lower = _inverse(tl.where(in_tile[:, None] > in_tile[None, :], lower, 0.0), PRECISION, TILE)
     tl.store(lower_ptr + at, lower, mask=mask_i[:, None])
 
 
@@ -134,11 +166,13 @@ def gdn_solve_kernel(
     V: tl.constexpr,
     PRECISION: tl.constexpr,
     PARTS: tl.constexpr,
+    OUT_PRECISION: tl.constexpr,
+    OUT_PARTS: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,  # nodes whose right-hand sides are held at a time, a multiple of TILE
     PULL: tl.constexpr,  # solved nodes whose contributions are taken at a time
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     v_tile, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tl.load(num_nodes_ptr + r)
@@ -147,13 +181,12 @@ def gdn_solve_kernel(
     first = tl.load(query_start_loc_ptr + r).to(tl.int64)
     length = tl.minimum(tl.load(query_start_loc_ptr + r + 1) - first, N).to(tl.int32)
     n = tl.minimum(n, length)
-    in_block = tl.arange(0, BLOCK)
     in_tile = tl.arange(0, TILE)
     dim_k = tl.arange(0, BLOCK_K)
     dim_v = v_tile * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_k, mask_v = dim_k < K, dim_v < V
     KEY_HEADS: tl.constexpr = HV // HEADS_PER_KEY
-    TILES: tl.constexpr = BLOCK // TILE
+    key_head = head // HEADS_PER_KEY
     lower_ptr += (head.to(tl.int64) * rows + first) * PITCH
     attend_ptr += (head.to(tl.int64) * rows + first) * PITCH
     u_ptr += (first * HV + head) * V
@@ -162,7 +195,7 @@ def gdn_solve_kernel(
     slot = tl.load(state_indices_ptr + r * state_indices_stride).to(tl.int64)
     has_state = (slot > 0) & (slot < num_slots)
     slot = tl.where(has_state, slot, 0)
-    start = tl.load(
+    state = tl.load(
         state_ptr
         + slot * state_stride_slot
         + head * state_stride_h
@@ -171,14 +204,30 @@ def gdn_solve_kernel(
         mask=(dim_k < tl.where(has_state, K, 0))[:, None] & mask_v[None, :],
         other=0.0,
     ).to(tl.float32)
-    if PARTS > 0:
-        parts = bf16_parts(start)
+    take_turn(PDL)  # the state is not another launch's work
 
-    num_blocks = tl.cdiv(n, BLOCK)
-    for block in range(0, num_blocks):
-        i = block * BLOCK + in_block
+    # The root, one step of the recurrence. Of an invalid root k, v and q are zero.
+    at_root = first * KEY_HEADS + key_head
+    key = tl.load(k_ptr + at_root * K + dim_k, mask=mask_k, other=0.0).to(tl.float32)
+    query = tl.load(q_ptr + at_root * K + dim_k, mask=mask_k, other=0.0).to(tl.float32)
+    key *= tl.load(k_scale_ptr + at_root)
+    query *= tl.load(q_scale_ptr + at_root)
+    c_root = tl.load(c_ptr + first * HV + head)
+    value = tl.load(v_ptr + (first * HV + head) * V + dim_v, mask=mask_v, other=0.0).to(tl.float32)
+    state *= tl.exp(c_root)
+    u_root = tl.load(beta_ptr + first * HV + head) * (value - tl.sum(state * key[:, None], axis=0))
+    output_root = tl.sum(state * query[:, None], axis=0) + tl.sum(key * query, axis=0) * u_root
+    tl.store(u_ptr + dim_v, u_root, mask=mask_v)
+    tl.store(out_ptr + dim_v, output_root.to(out_ptr.dtype.element_ty), mask=mask_v)
+    state += key[:, None] * u_root[None, :]
+    if PARTS > 0:
+        parts = bf16_parts(state)
+
+    num_tiles = tl.cdiv(n - 1, TILE)
+    for tile in range(0, num_tiles):
+        i = 1 + tile * TILE + in_tile
         in_tree = i < n
-        at_key = (first + i) * KEY_HEADS + head // HEADS_PER_KEY
+        at_key = (first + i) * KEY_HEADS + key_head
         at_value = (first + i) * HV + head
         tile_k = in_tree[:, None] & mask_k[None, :]
         tile_v = in_tree[:, None] & mask_v[None, :]
@@ -187,62 +236,50 @@ def gdn_solve_kernel(
         values = tl.load(v_ptr + at_value[:, None] * V + dim_v[None, :], mask=tile_v, other=0.0)
         q_scale = tl.load(q_scale_ptr + at_key, mask=in_tree, other=0.0)
         k_scale = tl.load(k_scale_ptr + at_key, mask=in_tree, other=0.0)
-        from_start = tl.exp(tl.load(c_ptr + at_value, mask=in_tree, other=0.0))
+        # Never above 1 below a root; an invalid node has c = 0 and takes no part.
+        from_root = tl.exp(tl.minimum(tl.load(c_ptr + at_value, mask=in_tree, other=0.0) - c_root, 0.0))
         beta = tl.load(beta_ptr + at_value, mask=in_tree, other=0.0)
+        own = i[:, None] * PITCH + (tile * TILE + in_tile)[None, :]
+        inverse = tl.load(lower_ptr + own, mask=in_tree[:, None], other=0.0)
+        own_attend = tl.load(attend_ptr + own, mask=in_tree[:, None], other=0.0)
         if PARTS > 0:
-            key_start = dot_parts(keys, parts, PARTS)
-            query_start = dot_parts(queries, parts, PARTS)
+            key_state = dot_parts(keys, parts, PARTS)
+            query_state = dot_parts(queries, parts, OUT_PARTS)
         else:
-            key_start = tl.dot(keys.to(tl.float32), start, input_precision=PRECISION)
-            query_start = tl.dot(queries.to(tl.float32), start, input_precision=PRECISION)
-        rhs = beta[:, None] * (values.to(tl.float32) - (from_start * k_scale)[:, None] * key_start)
-        output = (from_start * q_scale)[:, None] * query_start
+            key_state = tl.dot(keys.to(tl.float32), state, input_precision=PRECISION)
+            query_state = tl.dot(queries.to(tl.float32), state, input_precision=OUT_PRECISION)
+        rhs = beta[:, None] * (values.to(tl.float32) - (from_root * k_scale)[:, None] * key_state)
+        output = (from_root * q_scale)[:, None] * query_state
 
-        for at in range(0, block * BLOCK, PULL):
+        for at in range(0, tile * TILE, PULL):
             j = at + tl.arange(0, PULL)
-            solved = j < block * BLOCK
+            solved = j < tile * TILE
             pairs = i[:, None] * PITCH + j[None, :]
-            lower = tl.load(lower_ptr + pairs, mask=in_tree[:, None] & solved[None, :], other=0.0)
-            attend = tl.load(attend_ptr + pairs, mask=in_tree[:, None] & solved[None, :], other=0.0)
+            pairs_mask = in_tree[:, None] & solved[None, :]
+            lower = tl.load(lower_ptr + pairs, mask=pairs_mask, other=0.0)
+            attend = tl.load(attend_ptr + pairs, mask=pairs_mask, other=0.0)
             u = tl.load(
-                u_ptr + j[:, None] * (HV * V) + dim_v[None, :],
+                u_ptr + (1 + j[:, None]) * (HV * V) + dim_v[None, :],
                 mask=solved[:, None] & mask_v[None, :],
                 other=0.0,
             )
             rhs -= tl.dot(lower, u, input_precision=PRECISION)
-            output += tl.dot(attend, u, input_precision=PRECISION)
+            output += tl.dot(attend, u, input_precision=OUT_PRECISION)
 
-        for t in range(0, tl.minimum(TILES, tl.cdiv(n - block * BLOCK, TILE))):
-            j = block * BLOCK + t * TILE + in_tile
-            inverse = tl.load(lower_ptr + j[:, None] * PITCH + j[None, :], mask=(j < n)[:, None], other=0.0)
-            if TILES == 1:
-                own = rhs
-            else:
-                which = tl.arange(0, TILES)[:, None, None]
-                own = tl.sum(tl.where(which == t, tl.reshape(rhs, [TILES, TILE, BLOCK_V]), 0.0), axis=0)
-            u = tl.dot(inverse, own, input_precision=PRECISION)
-            tl.store(
-                u_ptr + j[:, None] * (HV * V) + dim_v[None, :], u, mask=(j < n)[:, None] & mask_v[None, :]
-            )
-            pairs = i[:, None] * PITCH + j[None, :]
-            below = in_tree & (in_block // TILE >= t)
-            attend = tl.load(attend_ptr + pairs, mask=below[:, None], other=0.0)
-            output += tl.dot(attend, u, input_precision=PRECISION)
-            if TILES > 1:
-                below = in_tree & (in_block // TILE > t)
-                lower = tl.load(lower_ptr + pairs, mask=below[:, None], other=0.0)
-                rhs -= tl.dot(lower, u, input_precision=PRECISION)
+        u = tl.dot(inverse, rhs, input_precision=PRECISION)
+        tl.store(u_ptr + i[:, None] * (HV * V) + dim_v[None, :], u, mask=tile_v)
+        output += tl.dot(own_attend, u, input_precision=OUT_PRECISION)
         tl.store(
             out_ptr + i[:, None] * out_stride_t + dim_v[None, :],
             output.to(out_ptr.dtype.element_ty),
             mask=(i < length)[:, None] & mask_v[None, :],
         )
-        tl.debug_barrier()  # later blocks read u back
+        tl.debug_barrier()  # later tiles read u back
 
-    for block in range(num_blocks, tl.cdiv(length, BLOCK)):
-        i = block * BLOCK + in_block
+    for tile in range(num_tiles, tl.cdiv(length - 1, TILE)):
+        i = 1 + tile * TILE + in_tile
         tl.store(
             out_ptr + i[:, None] * out_stride_t + dim_v[None, :],
-            tl.zeros([BLOCK, BLOCK_V], dtype=out_ptr.dtype.element_ty),
+            tl.zeros([TILE, BLOCK_V], dtype=out_ptr.dtype.element_ty),
             mask=(i < length)[:, None] & mask_v[None, :],
         )

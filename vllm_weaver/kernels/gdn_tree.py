@@ -36,7 +36,6 @@ from vllm_weaver.kernels.ancestors import num_mask_words, unpack_mask
 from vllm_weaver.kernels.common import Impl, expect, expect_dense_last, expect_indices, use_triton
 from vllm_weaver.kernels.gdn_buffers import (
     FLOATS,
-    TILE,
     GdnScratch,
     GdnShape,
     GdnStash,
@@ -44,8 +43,9 @@ from vllm_weaver.kernels.gdn_buffers import (
     state_as_kv,
 )
 from vllm_weaver.kernels.gdn_dots import Precision, dot_options
-from vllm_weaver.kernels.gdn_prepare import gdn_prepare_kernel
+from vllm_weaver.kernels.gdn_prepare import NODES, gdn_prepare_kernel
 from vllm_weaver.kernels.gdn_solve import gdn_pairs_kernel, gdn_solve_kernel
+from vllm_weaver.kernels.pdl import launch_options
 from vllm_weaver.kernels.tree_conv import Activation, expect_conv_state, tree_conv_reference
 
 _NORM_EPS = 1e-6
@@ -53,28 +53,28 @@ _NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class GdnTuning:
-    """How the launches are cut. `block`: nodes whose right-hand sides a solving program holds at a time,
-    `pull`: solved nodes whose contributions it takes at a time.
+    """How the launches are cut. `tile`: nodes that are solved at a time, 16 or 32; `pull`: solved nodes whose
+    contributions are taken at a time.
 
     Triton lays the warps of dependent products along the longer side of a block: where that is shorter than
-    16 rows or 8 columns a warp, warps repeat each other's work (block 32 by block_v 32 with 4 warps does).
+    16 rows or 8 columns a warp, warps repeat each other's work (tile 32 by block_v 32 with 4 warps does).
     """
 
-    block: int
-    pull: int
+    tile: int
     block_v: int
+    pull: int = 64
     prepare_warps: int = 4
     pair_warps: int = 1
     solve_warps: int = 4
     stages: int = 2
-    precision: Precision = "bf16x3"
+    precision: Precision = "tf32x3"
+    output_precision: Precision = "bf16x3"
+    pdl: bool = False
 
     @classmethod
     def for_slots(cls, slots: int) -> GdnTuning:
         """The fastest cut on an H200 for trees of up to `slots` nodes."""
-        if 32 < slots <= 48:
-            return cls(block=16, pull=32, block_v=32)
-        return cls(block=32, pull=64, block_v=64)
+        return cls(tile=16 if slots <= 17 else 32, block_v=64)
 
 
 def gdn_tree_verify_reference(
@@ -244,14 +244,15 @@ def gdn_tree_verify(
     cut = tuning or GdnTuning.for_slots(slots)
     block_k = max(16, triton.next_power_of_2(shape.k_dim))
     block_v = min(cut.block_v, max(16, triton.next_power_of_2(shape.v_dim)))
-    tiles, words = triton.cdiv(slots, TILE), num_mask_words(slots)
+    tiles, words = triton.cdiv(max(1, slots - 1), cut.tile), num_mask_words(slots)
     rows, pitch = scratch.lower.shape[1:]
     common = {
         "PITCH": pitch, "HV": shape.heads, "HEADS_PER_KEY": shape.heads // shape.key_heads,
-        "K": shape.k_dim, "TILE": TILE, "BLOCK_K": block_k,
+        "K": shape.k_dim, "TILE": cut.tile, "BLOCK_K": block_k,
         **dot_options(device, stash.k.dtype, cut.precision),
+        **(launch_options(x) if cut.pdl else {"PDL": False}),
     }  # fmt: skip
-    gdn_prepare_kernel[(2 * shape.key_heads + shape.heads, tiles, requests)](
+    gdn_prepare_kernel[(2 * shape.key_heads + shape.heads, triton.cdiv(slots, NODES), requests)](
         x, weight, weight if bias is None else bias, conv_state, a, b, A_log, dt_bias,
         state_indices, *step, parents, ancestors,
         stash.inputs, stash.k, stash.k_scale, stash.c, scratch.q, scratch.q_scale, scratch.v, scratch.beta,
@@ -266,7 +267,7 @@ def gdn_tree_verify(
         SILU=activation == "silu",
         NORM_EPS=_NORM_EPS,
         BLOCK_TREE=triton.next_power_of_2(slots),
-        BLOCK_N=TILE,
+        BLOCK_N=NODES,
         BLOCK_D=triton.next_power_of_2(max(shape.k_dim, shape.v_dim)),
         num_warps=cut.prepare_warps,
     )  # fmt: skip
@@ -279,8 +280,8 @@ def gdn_tree_verify(
         scratch.lower, scratch.attend, state_kv, state_indices, *step, out, stash.u,
         state_indices.stride(0), *state_kv.stride(), *out.stride()[:2], state_kv.shape[0], rows, slots,
         **common,
+        **{f"OUT_{k}": v for k, v in dot_options(device, stash.k.dtype, cut.output_precision).items()},
         V=shape.v_dim,
-        BLOCK=cut.block,
         PULL=cut.pull,
         BLOCK_V=block_v,
         num_warps=cut.solve_warps,
