@@ -12,7 +12,10 @@ import torch
 
 # First match counts. Names are those of this package, of vLLM, FlashAttention, cuBLAS and Inductor.
 _KINDS = (
-    ("GDN", r"gdn|gated_delta|fused_recurrent|chunk_|causal_conv1d|_tree_conv|l2norm_fwd|solve_tril"),
+    (
+        "GDN",
+        r"gdn|gated_delta|gating_delta|fused_recurrent|chunk_|causal_conv1d|_tree_conv|l2norm_fwd|solve_tril",
+    ),
     ("attention", r"tree_attention|combine_kernel|flash|fmha|reshape_and_cache"),
     ("pool", r"_select_logits|_finish_kernel"),
     ("Weaver", r"weaver|frontier|_(project|qkv|path_attention|gate_up|scores|select|start)_kernel"),
@@ -51,6 +54,9 @@ def kernels_of(profiler: Any) -> list[Kernel]:
 def break_down(kernels: Iterable[Kernel], steps: int) -> dict[str, float]:
     """Milliseconds a step of every part, of `idle` between kernels, and their sum `total`.
 
+    A kernel that starts while an earlier one runs (a programmatic dependent launch waits so for its inputs)
+    counts from that one's end on.
+
     A launch of more than 20 kernels is a graph: the longer one of a step is the target's (`verify`),
     the other the draft's; launches of single kernels are `eager`.
     """
@@ -66,9 +72,12 @@ def break_down(kernels: Iterable[Kernel], steps: int) -> dict[str, float]:
         where = "eager"
         if kernel.launch in graphs:
             where = "verify" if graphs[kernel.launch] > longest / 2 else "draft"
-        parts[f"{where}: {kind_of(kernel.name)}"] += kernel.length / 1e3 / steps
+        end = kernel.start + kernel.length
+        parts[f"{where}: {kind_of(kernel.name)}"] += (
+            max(0.0, end - max(kernel.start, busy_until)) / 1e3 / steps
+        )
         parts["idle"] += max(0.0, kernel.start - busy_until) / 1e3 / steps
-        busy_until = max(busy_until, kernel.start + kernel.length)
+        busy_until = max(busy_until, end)
     parts["total"] = (busy_until - kernels[0].start) / 1e3 / steps if kernels else 0.0
     return dict(parts)
 

@@ -42,7 +42,7 @@ def gdn_prepare_kernel(
     query_start_loc_ptr,  # [R + 1]
     num_nodes_ptr,  # [R]
     parents_ptr,  # [R, N]
-    ancestors_ptr,  # [R, N, MASK_WORDS]
+    ancestors_ptr,  # [R, N, WORDS]
     inputs_ptr,  # [rows, C]
     k_ptr,  # [rows, HK, K]
     k_scale_ptr,  # [rows, HK]
@@ -62,7 +62,6 @@ def gdn_prepare_kernel(
     state_indices_stride,
     num_slots,
     N,
-    MASK_WORDS,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -71,7 +70,7 @@ def gdn_prepare_kernel(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     NORM_EPS: tl.constexpr,
-    BLOCK_TREE: tl.constexpr,  # a power of two >= N
+    WORDS: tl.constexpr,  # mask words of a node
     BLOCK_N: tl.constexpr,  # NODES
     BLOCK_D: tl.constexpr,  # a power of two >= K and V
 ):
@@ -84,7 +83,7 @@ def gdn_prepare_kernel(
         return
     i = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     parents_ptr += r.to(tl.int64) * N
-    ancestors_ptr += (r.to(tl.int64) * N + i) * MASK_WORDS
+    ancestors_ptr += (r.to(tl.int64) * N + i) * WORDS
     in_tree = i < n
     bits = tl.load(ancestors_ptr + tile * BLOCK_N // 32, mask=in_tree, other=0)
     valid = ((bits >> (i & 31)) & 1) != 0
@@ -114,16 +113,16 @@ def gdn_prepare_kernel(
     mixed = tl.where(valid[:, None] & in_d[None, :], mixed, 0.0).to(k_ptr.dtype.element_ty)
     if is_value:
         tl.store(v_ptr + (row[:, None] * HV + value_head) * V + dim[None, :], mixed, mask=store)
-        # g of all nodes at once: the sums over ancestors then wait for one round of loads, not for a loop.
-        j = tl.arange(0, BLOCK_TREE)
-        a = tl.load(a_ptr + (first + j) * a_stride_t + value_head, mask=j < n, other=0.0)
+        # Unrolled, so that the sums over ancestors wait for one round of loads, not for a loop of them.
         dt_bias = tl.load(dt_bias_ptr + value_head).to(tl.float32)
-        g = _log_decay(a, dt_bias, tl.load(A_log_ptr + value_head).to(tl.float32))
-        words = tl.load(
-            ancestors_ptr[:, None] + (j // 32)[None, :], mask=in_tree[:, None] & (j < n)[None, :], other=0
-        )
-        seen = ((words >> (j & 31)[None, :]) & 1) != 0
-        c = tl.sum(tl.where(seen, g[None, :], 0.0), axis=1)
+        A_log = tl.load(A_log_ptr + value_head).to(tl.float32)
+        c = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        for at in tl.static_range(0, WORDS):
+            j = at * 32 + tl.arange(0, 32)
+            a = tl.load(a_ptr + (first + j) * a_stride_t + value_head, mask=j < n, other=0.0)
+            word = tl.load(ancestors_ptr + at, mask=in_tree, other=0)
+            seen = (((word[:, None] >> (j & 31)[None, :]) & 1) != 0) & (j < n)[None, :]
+            c += tl.sum(tl.where(seen, _log_decay(a, dt_bias, A_log)[None, :], 0.0), axis=1)
         tl.store(c_ptr + row * HV + value_head, c, mask=in_tree)
         b = tl.load(b_ptr + row * b_stride_t + value_head, mask=valid, other=0.0).to(tl.float32)
         tl.store(beta_ptr + row * HV + value_head, tl.sigmoid(b), mask=in_tree)

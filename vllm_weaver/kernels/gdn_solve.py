@@ -14,7 +14,7 @@ for every pair of tiles at once, T_tt in the place of L_tt. The third one holds 
 goes through the nodes' tiles: what earlier tiles contribute is taken from the right-hand sides, then
 u_t = T_tt rhs_t. All of it is products on tensor cores but for T of 16 nodes: forward substitution in
 fp32 within one warp (two of them and the product between give T of 32): a product form of the inverse cancels
-badly where keys repeat. Writes u, which the state keeps, are more precise than outputs.
+badly where keys repeat.
 
 L and A are the only matrices of node pairs and lie in `GdnScratch`, whose columns start at node 1. Floor for
 n nodes a value head: K V state elements, n (K + V) activations and n^2 elements of L and A read, n V outputs
@@ -166,8 +166,6 @@ def gdn_solve_kernel(
     V: tl.constexpr,
     PRECISION: tl.constexpr,
     PARTS: tl.constexpr,
-    OUT_PRECISION: tl.constexpr,
-    OUT_PARTS: tl.constexpr,
     TILE: tl.constexpr,
     PULL: tl.constexpr,  # solved nodes whose contributions are taken at a time
     BLOCK_K: tl.constexpr,
@@ -243,11 +241,11 @@ def gdn_solve_kernel(
         inverse = tl.load(lower_ptr + own, mask=in_tree[:, None], other=0.0)
         own_attend = tl.load(attend_ptr + own, mask=in_tree[:, None], other=0.0)
         if PARTS > 0:
-            key_state = dot_parts(keys, parts, PARTS)
-            query_state = dot_parts(queries, parts, OUT_PARTS)
+            key_state = dot_parts(keys, parts, 3)  # the state keeps what comes of it
+            query_state = dot_parts(queries, parts, PARTS)
         else:
             key_state = tl.dot(keys.to(tl.float32), state, input_precision=PRECISION)
-            query_state = tl.dot(queries.to(tl.float32), state, input_precision=OUT_PRECISION)
+            query_state = tl.dot(queries.to(tl.float32), state, input_precision=PRECISION)
         rhs = beta[:, None] * (values.to(tl.float32) - (from_root * k_scale)[:, None] * key_state)
         output = (from_root * q_scale)[:, None] * query_state
 
@@ -264,11 +262,11 @@ def gdn_solve_kernel(
                 other=0.0,
             )
             rhs -= tl.dot(lower, u, input_precision=PRECISION)
-            output += tl.dot(attend, u, input_precision=OUT_PRECISION)
+            output += tl.dot(attend, u, input_precision=PRECISION)
 
         u = tl.dot(inverse, rhs, input_precision=PRECISION)
         tl.store(u_ptr + i[:, None] * (HV * V) + dim_v[None, :], u, mask=tile_v)
-        output += tl.dot(own_attend, u, input_precision=OUT_PRECISION)
+        output += tl.dot(own_attend, u, input_precision=PRECISION)
         tl.store(
             out_ptr + i[:, None] * out_stride_t + dim_v[None, :],
             output.to(out_ptr.dtype.element_ty),

@@ -67,14 +67,16 @@ class GdnTuning:
     pair_warps: int = 1
     solve_warps: int = 4
     stages: int = 2
-    precision: Precision = "tf32x3"
-    output_precision: Precision = "bf16x3"
+    precision: Precision = "bf16x3"
     pdl: bool = False
+    """Start a launch while the one before ends: worth it where the launches are short."""
 
     @classmethod
     def for_slots(cls, slots: int) -> GdnTuning:
         """The fastest cut on an H200 for trees of up to `slots` nodes."""
-        return cls(tile=16 if slots <= 17 else 32, block_v=64)
+        if slots <= 33:
+            return cls(tile=16, block_v=32, pull=32, solve_warps=2, pdl=True)
+        return cls(tile=32, block_v=32, pull=32, solve_warps=2)
 
 
 def gdn_tree_verify_reference(
@@ -257,7 +259,7 @@ def gdn_tree_verify(
         state_indices, *step, parents, ancestors,
         stash.inputs, stash.k, stash.k_scale, stash.c, scratch.q, scratch.q_scale, scratch.v, scratch.beta,
         x.stride(0), *weight.stride(), *conv_state.stride(), a.stride(0), b.stride(0),
-        state_indices.stride(0), conv_state.shape[0], slots, words,
+        state_indices.stride(0), conv_state.shape[0], slots,
         HK=shape.key_heads,
         HV=shape.heads,
         K=shape.k_dim,
@@ -266,7 +268,7 @@ def gdn_tree_verify(
         HAS_BIAS=bias is not None,
         SILU=activation == "silu",
         NORM_EPS=_NORM_EPS,
-        BLOCK_TREE=triton.next_power_of_2(slots),
+        WORDS=words,
         BLOCK_N=NODES,
         BLOCK_D=triton.next_power_of_2(max(shape.k_dim, shape.v_dim)),
         num_warps=cut.prepare_warps,
@@ -280,7 +282,6 @@ def gdn_tree_verify(
         scratch.lower, scratch.attend, state_kv, state_indices, *step, out, stash.u,
         state_indices.stride(0), *state_kv.stride(), *out.stride()[:2], state_kv.shape[0], rows, slots,
         **common,
-        **{f"OUT_{k}": v for k, v in dot_options(device, stash.k.dtype, cut.output_precision).items()},
         V=shape.v_dim,
         PULL=cut.pull,
         BLOCK_V=block_v,
