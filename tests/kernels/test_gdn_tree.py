@@ -88,8 +88,10 @@ def test_inputs_go_through_the_convolution(impl: str, device: torch.device) -> N
     assert same_bits(stash.inputs[nodes], problem.x[nodes])
 
 
-@pytest.mark.parametrize(("tile", "pull"), [(16, 64), (32, 16), (32, 64)])
-@pytest.mark.parametrize("nodes", [1, 2, 17, 33, 34, 70])
+@pytest.mark.parametrize(
+    ("nodes", "tile", "pull"),
+    [(1, 32, 32), (2, 16, 32), (17, 16, 32), (33, 32, 32), (34, 32, 64), (50, 16, 64), (70, 32, 16)],
+)
 def test_tile_sizes(nodes: int, tile: int, pull: int, device: torch.device) -> None:
     """Around the edges of tiles, which start at the root's children."""
     problem = make_problem([("random", nodes, 3)], device, heads=1)
