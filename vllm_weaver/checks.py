@@ -91,18 +91,7 @@ def check_vllm_config(config: VllmConfig) -> None:
             f"tree attention does not read such keys and values here; "
             f"it must be one of {', '.join(map(repr, allowed))}"
         )
-    if cache.enable_prefix_caching and prefix_caching_unsupported(config.model_config):
-        raise ConfigError(
-            f"method {METHOD!r} does not work with --enable-prefix-caching on the hybrid target "
-            f"{config.model_config.model!r}, since a tree step does not write the cached recurrent states "
-            f"of mamba cache mode {cache.mamba_cache_mode!r}; use --no-enable-prefix-caching"
-        )
     _check_buffers(config)
-
-
-def prefix_caching_unsupported(model_config: ModelConfig) -> bool:
-    """Whether prefix caching must be off: for targets with recurrent layers it must, for others not."""
-    return bool(model_config.is_hybrid)
 
 
 def _check_target(model_config: ModelConfig) -> None:
