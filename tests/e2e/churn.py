@@ -1,0 +1,520 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Churn: random requests come, wait, are preempted, aborted and finished; each equals its run alone.
+
+    python -m tests.e2e.churn --minutes 10 --seed 1
+
+A catalogue of requests is drawn from the seed: prompts with shared beginnings, lengths, sampling parameters,
+penalties, banned words, grammars, log-probabilities, stop strings. vLLM without speculation answers each one
+alone. Then an engine with trees and a small KV cache gets them in random order and number, again and again,
+and loses some to aborts. Every answer is compared with the one alone, an aborted one as far as it came; at
+the end no block, no state index and no memory may be missing, and the engine must still answer.
+
+The random target (`--target random`, the default without a GPU) is attention-only and in float32: answers
+must be equal. Its draft knows nothing; accepted paths come from an oracle. The demo target (`--target demo`)
+is a hybrid in bf16, whose rows round otherwise in another batch: near-ties are counted, and bounded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if __name__ == "__main__":  # as the conftest does for tests; before vLLM is imported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if not torch.cuda.is_available():
+        import tests.e2e.conftest  # noqa: F401
+
+import psutil
+
+from tests.e2e import harness, models, oracle
+
+GRAMMARS = ("[a-z ]{4,30}", "(yes|no|perhaps)( and (yes|no))?", "[A-Z][a-z]{2,8}( [a-z]{1,6}){1,5}[.]")
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "many": {"enum": [1, 2, 3]}},
+    "required": ["name", "many"],
+}
+# A wrong state or cache shows in most answers; rounding of bf16 in about one of 25.
+MAX_TIES = 0.12
+# Allocators keep what they once had. What a leak of one small buffer a request would cost is far more.
+RSS_GROWTH = 48 * 2**20
+
+
+# --- requests --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """One entry of the catalogue; `kind` is what makes it special, `params` go to SamplingParams."""
+
+    kind: str
+    prompt: tuple[int, ...]
+    params: dict[str, Any]
+
+    def sampling(self) -> Any:
+        """vLLM's SamplingParams; made anew each time, since vLLM changes them."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        params = dict(self.params)
+        grammar = params.pop("grammar", None)
+        if grammar is not None:
+            params["structured_outputs"] = StructuredOutputsParams(**grammar)
+        return SamplingParams(**params)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request got: for comparison only."""
+
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+    stop_reason: Any
+    logprobs: tuple[dict[int, float], ...] | None
+
+    @classmethod
+    def of(cls, output: Any) -> Answer:
+        """From vLLM's CompletionOutput."""
+        logprobs = None
+        if output.logprobs is not None:
+            logprobs = tuple({t: entry.logprob for t, entry in step.items()} for step in output.logprobs)
+        return cls(tuple(output.token_ids), output.text, output.finish_reason, output.stop_reason, logprobs)
+
+
+def _sampled(rng: random.Random) -> dict[str, Any]:
+    params: dict[str, Any] = {"temperature": rng.uniform(0.3, 1.3), "seed": rng.randrange(2**31)}
+    for name, value in (("top_k", rng.randrange(2, 60)), ("top_p", rng.uniform(0.6, 1)), ("min_p", 0.05)):
+        if rng.random() < 0.4:
+            params[name] = value
+    return params
+
+
+def _penalties(rng: random.Random) -> dict[str, Any]:
+    every = {
+        "repetition_penalty": rng.uniform(1.05, 1.5),
+        "presence_penalty": rng.uniform(-0.5, 1),
+        "frequency_penalty": rng.uniform(-0.5, 1),
+    }
+    return {name: every[name] for name in rng.sample(sorted(every), rng.randrange(1, 4))}
+
+
+KINDS: dict[str, Callable[[random.Random, int], dict[str, Any]]] = {
+    "greedy": lambda rng, vocab: {},
+    "sampled": lambda rng, vocab: _sampled(rng),
+    "penalties": lambda rng, vocab: _penalties(rng),
+    "sampled, penalties": lambda rng, vocab: _sampled(rng) | _penalties(rng),
+    "bad words": lambda rng, vocab: {"bad_words": rng.sample(["the", "er", "in", "of the", "a", "s"], 2)},
+    "logit bias": lambda rng, vocab: {"logit_bias": {rng.randrange(8, vocab): 3.0 for _ in range(4)}},
+    "allowed ids": lambda rng, vocab: {"allowed_token_ids": rng.sample(range(8, vocab), 40)},
+    "log-probabilities": lambda rng, vocab: {"logprobs": rng.randrange(0, 6)},
+    "sampled, log-probabilities": lambda rng, vocab: _sampled(rng) | {"logprobs": 3},
+    "stop strings": lambda rng, vocab: {"stop": rng.sample([" the", "in", "er", "on", "x", "qu"], 2)},
+    "min tokens": lambda rng, vocab: {"min_tokens": 5, "ignore_eos": False},
+    "grammar": lambda rng, vocab: {"grammar": {"regex": rng.choice(GRAMMARS)}},
+    "sampled, grammar": lambda rng, vocab: _sampled(rng) | {"grammar": {"regex": rng.choice(GRAMMARS)}},
+    "JSON": lambda rng, vocab: {"grammar": {"json": SCHEMA}},
+}
+
+
+def catalogue(
+    count: int, rng: random.Random, texts: Sequence[Sequence[int]], vocab: int, max_tokens: int, longest: int
+) -> list[Request]:
+    """`count` requests, every kind among the first `len(KINDS)`. Prompts are cuts of a few long texts, with
+    and without an end of their own, so that many share whole blocks."""
+    long = []
+    for i in range(4):
+        joined = [token for text in texts[i::4] for token in text]
+        long.append((joined * (longest // len(joined) + 1))[:longest])
+    made = []
+    for i in range(count):
+        kind = list(KINDS)[i % len(KINDS)]
+        length = rng.choice([1, rng.randrange(2, 20), rng.randrange(20, longest), longest - 1, longest])
+        prompt = list(rng.choice(long)[:length])
+        if rng.random() < 0.4:
+            tail = [rng.randrange(8, vocab) for _ in range(rng.randrange(1, 9))]
+            prompt[-len(tail) :] = tail
+        limit = rng.choice([1, rng.randrange(2, 8), rng.randrange(4, max_tokens), max_tokens])
+        special = KINDS[kind](rng, vocab)
+        params = {"temperature": 0, "max_tokens": limit, "ignore_eos": "grammar" not in special} | special
+        params["min_tokens"] = min(params.get("min_tokens", 0), limit)
+        made.append(Request(kind, tuple(prompt), params))
+    return made
+
+
+# --- engines ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Models and engine options of a run."""
+
+    target: Path
+    draft: Path
+    plain: dict[str, Any]
+    ours: dict[str, Any]
+    exact: bool
+    longest: int
+
+    @property
+    def oracle(self) -> bool:
+        """Whether accepted paths need an oracle."""
+        return self.exact
+
+
+def random_models(folder: Path) -> None:
+    """The attention-only pair, with the demo's tokenizer."""
+    models.attention_only(folder / "target", 1024)
+    models.random_draft(folder / "draft", vocab=1024)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(harness.DEMO / "target" / name, folder / "target" / name)
+
+
+def setting(arguments: argparse.Namespace, folder: Path) -> Setting:
+    """Where to run and with what, from the command line's options."""
+    cuda, chosen = torch.cuda.is_available(), arguments.target
+    exact = (chosen or ("demo" if cuda else "random")) == "random"
+    if exact and arguments.graphs:
+        raise SystemExit("--graphs needs --target demo: the oracle of the random target is no part of a graph")
+    common: dict[str, Any] = {
+        "max_model_len": 192 if exact else 448,
+        "max_num_seqs": arguments.concurrency,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+    }
+    if cuda:
+        from vllm_weaver import plugin
+
+        plugin.register()  # where the package is not installed there is no entry point
+        common |= {
+            "gpu_memory_utilization": 0.2,
+            "attention_backend": "TRITON_ATTN" if exact else "FLASH_ATTN",
+            "additional_config": {"gdn_prefill_backend": "triton"},
+        }
+    if exact:
+        random_models(folder)
+        common |= {"dtype": "float32", "block_size": 32}
+    target = folder / "target" if exact else harness.DEMO / "target"
+    draft = folder / "draft" if exact else harness.DEMO / "draft"
+    ours = dict(common) | harness.trees(arguments.budget, "ddtree" if exact else "weaver", draft)
+    ours["enable_prefix_caching"] = arguments.prefix_caching
+    ours["num_gpu_blocks_override"] = arguments.blocks or (
+        # Room for about half of the requests at their longest, without shared blocks.
+        max(9, 2 * arguments.concurrency) if exact else max(9, 5 * arguments.concurrency // 2)
+    )
+    ours["long_prefill_token_threshold"] = arguments.chunk
+    if cuda:
+        ours["async_scheduling"] = arguments.async_scheduling
+    if arguments.graphs:
+        ours |= {
+            "enforce_eager": False,
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        }
+    return Setting(target, draft, common, ours, exact, 96 if exact else 330)
+
+
+def alone(where: Setting, count: int, rng: random.Random, max_tokens: int) -> tuple[list[Request], list[Answer]]:
+    """The catalogue, and what vLLM without speculation answers to each request, one at a time."""
+    with harness.engine(where.target, **where.plain) as llm:
+        tokenizer = llm.get_tokenizer()
+        vocab = llm.model_config.get_vocab_size()
+        requests = catalogue(
+            count, rng, harness.demo_prompts(tokenizer), vocab, max_tokens, where.longest
+        )
+        answers = [Answer.of(ask(llm, request)) for request in requests]
+    return requests, answers
+
+
+def ask(llm: Any, request: Request) -> Any:
+    """The answer to one request by an engine that has nothing else to do."""
+    prompt = {"prompt_token_ids": list(request.prompt)}
+    return llm.generate([prompt], request.sampling(), use_tqdm=False)[0].outputs[0]
+
+
+# --- the comparison --------------------------------------------------------------------------------------
+
+
+def difference(request: Request, expected: Answer, found: Answer, finished: bool) -> str | None:
+    """None if `found` is `expected`, or for an unfinished request a beginning of it; else what differs."""
+    count = len(found.tokens)
+    if found.tokens != expected.tokens[:count] or (finished and count != len(expected.tokens)):
+        at = next(
+            (i for i, (a, b) in enumerate(zip(found.tokens, expected.tokens, strict=False)) if a != b),
+            min(count, len(expected.tokens)),
+        )
+        return f"tokens from position {at}: {found.tokens[at : at + 4]}, not {expected.tokens[at : at + 4]}"
+    if not finished:
+        return None if expected.text.startswith(found.text) else f"text {found.text!r}"
+    for name in ("text", "finish_reason", "stop_reason"):
+        if getattr(found, name) != getattr(expected, name):
+            return f"{name} {getattr(found, name)!r}, not {getattr(expected, name)!r}"
+    if (found.logprobs is None) != (expected.logprobs is None):
+        return "log-probabilities: there for one only"
+    return None
+
+
+def logprob_difference(expected: Answer, found: Answer, tolerance: float) -> str | None:
+    """None if the log-probabilities of two equal answers agree, entry by entry."""
+    for at, (a, b) in enumerate(zip(expected.logprobs or (), found.logprobs or (), strict=True)):
+        # The last of the best may change places with the next one.
+        for token in a.keys() & b.keys():
+            if abs(a[token] - b[token]) > tolerance:
+                return f"log-probability at {at} of token {token}: {b[token]}, not {a[token]}"
+        if len(a) != len(b) or len(a.keys() ^ b.keys()) > 2:
+            return f"log-probabilities at {at} are of {sorted(b)}, not of {sorted(a)}"
+    return None
+
+
+# --- the run ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Report:
+    """What happened. `wrong` are failures, `ties` excused differences (bf16 only), by request."""
+
+    seconds: float = 0.0
+    added: int = 0
+    finished: int = 0
+    aborted: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    compared: int = 0
+    ties: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    preemptions: int = 0
+    hits: int = 0
+    stats: dict[str, int] = field(default_factory=dict)
+    rss: list[int] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        mib = [round(value / 2**20) for value in self.rss]
+        verifies = max(1, self.stats.get("verifies", 0))
+        return "\n".join(
+            [
+                f"{self.seconds:.0f} s: {self.added} requests, {self.finished} finished, aborted "
+                f"{dict(self.aborted)}; {self.tokens} tokens of finished ones, {self.compared} answers compared",
+                f"kinds finished: {dict(self.kinds)}",
+                f"{self.preemptions} preemptions, {self.hits} prompt tokens from the prefix cache, "
+                f"{1 + self.stats.get('accepted', 0) / verifies:.2f} tokens a verify, {self.stats}",
+                f"memory of the process (MiB): {mib}",
+                f"{len(self.ties)} near-ties" + "".join(f"\n  {line}" for line in self.ties[:20]),
+                f"{len(self.wrong)} wrong" + "".join(f"\n  {line}" for line in self.wrong[:20]),
+            ]
+        )
+
+
+@dataclass
+class _Live:
+    which: int
+    seen: Answer | None = None
+
+
+class Churn:
+    """One run on an engine with trees."""
+
+    def __init__(
+        self, llm: Any, where: Setting, requests: list[Request], answers: list[Answer], rng: random.Random
+    ) -> None:
+        self.llm, self.where, self.rng = llm, where, rng
+        self.requests, self.answers = requests, answers
+        self.engine, self.runner = llm.llm_engine, harness.runner(llm)
+        self.core = self.engine.engine_core.engine_core
+        self.report = Report()
+        self.live: dict[str, _Live] = {}
+        self.before = self.held()
+
+    def held(self) -> dict[str, Any]:
+        """Everything that a request may hold; the same before and after a run."""
+        scheduler, states = self.core.scheduler, self.runner.req_states
+        cache = scheduler.kv_cache_manager
+        found: dict[str, Any] = {
+            "free blocks": cache.block_pool.get_num_free_blocks(),
+            "requests of the scheduler": len(scheduler.requests),
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "state indices": len(states.req_id_to_index),
+            "free state indices": sorted(states.free_indices),
+            "requests of the front end": self.engine.get_num_unfinished_requests(),
+        }
+        for number, manager in enumerate(cache.coordinator.single_type_managers):
+            for name in ("req_to_blocks", "num_cached_block", "last_state_block_idx", "_allocated_block_reqs"):
+                if hasattr(manager, name):
+                    found[f"group {number}: {name}"] = len(getattr(manager, name))
+        return found
+
+    def run(self, seconds: float, in_flight: int) -> Report:
+        """Churn for `seconds`, then let the rest finish, and check what is left."""
+        start = time.monotonic()
+        next_sample = 0.25
+        while (now := time.monotonic() - start) < seconds:
+            if now > next_sample * seconds:
+                self.report.rss.append(self._rss())
+                next_sample += 0.25
+            self._arrive(in_flight)
+            if self.rng.random() < 0.08:
+                self._abort()
+            self._step()
+        deadline = time.monotonic() + 60 + seconds
+        while self.engine.has_unfinished_requests():
+            if time.monotonic() > deadline:
+                self.report.wrong.append(f"{len(self.live)} requests never finished")
+                break
+            self._step()
+        self._settle()
+        self.report.seconds = time.monotonic() - start
+        self._check_end()
+        return self.report
+
+    def _arrive(self, in_flight: int) -> None:
+        # Bursts and lulls: at times the engine runs dry, at times requests wait.
+        if len(self.live) >= in_flight or self.rng.random() > (0.5 if len(self.live) > 1 else 0.9):
+            return
+        for _ in range(self.rng.choice([1, 1, 2, in_flight // 2])):
+            which, name = self.rng.randrange(len(self.requests)), f"churn-{self.report.added}"
+            request = self.requests[which]
+            prompt = {"prompt_token_ids": list(request.prompt)}
+            # The engine may know it by another name, which `add_request` returns.
+            self.engine.add_request(name, prompt, request.sampling())
+            self.live[name] = _Live(which)
+            self.report.added += 1
+            if self.rng.random() < 0.02:
+                self._abort(name)
+
+    def _abort(self, name: str | None = None) -> None:
+        if not self.live:
+            return
+        name = name or self.rng.choice(sorted(self.live))
+        live = self.live.pop(name)
+        self.engine.abort_request([name])
+        self.report.aborted["before any token" if live.seen is None else "in the middle"] += 1
+        if live.seen is not None:
+            self._compare(live.which, live.seen, finished=False)
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            live = self.live.get(output.request_id)
+            if live is None:  # aborted while its step was under way
+                continue
+            live.seen = Answer.of(output.outputs[0])
+            if output.finished:
+                del self.live[output.request_id]
+                self.report.finished += 1
+                self.report.tokens += len(live.seen.tokens)
+                self.report.kinds[self.requests[live.which].kind] += 1
+                self._compare(live.which, live.seen, finished=True)
+
+    def _compare(self, which: int, found: Answer, finished: bool) -> None:
+        self.report.compared += 1
+        request, expected = self.requests[which], self.answers[which]
+        what = difference(request, expected, found, finished)
+        if what is None and finished:
+            wrong = logprob_difference(expected, found, 1e-3 if self.where.exact else 0.2)
+            if wrong is not None:
+                self.report.wrong.append(f"request {which} ({request.kind}): {wrong}")
+            return
+        if what is not None:
+            excused = not self.where.exact and what.startswith("tokens")
+            (self.report.ties if excused else self.report.wrong).append(
+                f"request {which} ({request.kind}): {what}"
+            )
+
+    def _settle(self) -> None:
+        """Steps without requests: what finished last is freed by the step after."""
+        for _ in range(3):
+            self.core.step_fn()
+        gc.collect()
+
+    def _rss(self) -> int:
+        if torch.cuda.is_available():
+            return int(torch.cuda.memory_allocated())
+        return int(psutil.Process().memory_info().rss)
+
+    def _check_end(self) -> None:
+        report = self.report
+        report.rss.append(self._rss())
+        for name, value in self.held().items():
+            if value != self.before[name]:
+                report.wrong.append(f"{name}: {value}, but {self.before[name]} before the run")
+        metrics = {m.name: m.value for m in self.llm.get_metrics() if hasattr(m, "value")}
+        report.preemptions = int(metrics["vllm:num_preemptions"])
+        report.hits = int(metrics["vllm:prefix_cache_hits"])
+        report.stats = self.runner.model_state.step.stats.read()
+        if report.seconds > 120 and report.rss[-1] - report.rss[0] > RSS_GROWTH:
+            report.wrong.append(f"memory grew from {report.rss[0]} to {report.rss[-1]} bytes")
+        if not self.where.exact and len(report.ties) > max(1, MAX_TIES * report.compared):
+            report.wrong.append(f"{len(report.ties)} of {report.compared} answers differ: no mere near-ties")
+        for which in range(min(3, len(self.requests))):
+            self._compare(which, Answer.of(ask(self.llm, self.requests[which])), finished=True)
+
+
+@contextlib.contextmanager
+def engine(where: Setting, requests: list[Request], answers: list[Answer]) -> Iterator[Any]:
+    """The engine with trees, with an oracle where the draft knows nothing."""
+    with harness.engine(where.target, **where.ours) as llm:
+        if where.oracle:
+            known = [
+                harness.Reference(request.prompt, answer.tokens, ())
+                for request, answer in zip(requests, answers, strict=True)
+            ]
+            shapes = [oracle.second_child, oracle.late, oracle.chain, oracle.none, oracle.wrong]
+            oracle.install(harness.runner(llm), known, shapes)
+        yield llm
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m tests.e2e.churn", description=(__doc__ or "").split("\n")[0])
+    made.add_argument("--minutes", type=float, default=10, help="how long requests keep coming")
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--requests", type=int, default=56, help="size of the catalogue")
+    made.add_argument("--concurrency", type=int, default=8, help="--max-num-seqs of the engine")
+    made.add_argument("--max-tokens", type=int, default=40, help="of a request, at most")
+    made.add_argument("--budget", type=int, default=16, help="nodes of a tree")
+    made.add_argument("--blocks", type=int, help="blocks of the KV cache (default: too few for all)")
+    made.add_argument("--chunk", type=int, default=48, help="--long-prefill-token-threshold")
+    made.add_argument("--target", choices=["random", "demo"], help="default: demo on a GPU, random elsewhere")
+    made.add_argument("--graphs", action="store_true", help="CUDA graphs for decode steps (demo target)")
+    for name, text in (
+        ("prefix-caching", "automatic prefix caching (default on)"),
+        ("async-scheduling", "asynchronous scheduling, on a GPU (default on)"),
+    ):
+        made.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=text)
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> Report:
+    """A whole run, from the command line's words."""
+    arguments = parser().parse_args(words)
+    rng = random.Random(arguments.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        where = setting(arguments, Path(folder))
+        start = time.monotonic()
+        requests, answers = alone(where, arguments.requests, rng, arguments.max_tokens)
+        print(f"{len(requests)} requests answered alone in {time.monotonic() - start:.0f} s", flush=True)
+        with engine(where, requests, answers) as llm:
+            in_flight = arguments.concurrency * 3 // 2
+            report = Churn(llm, where, requests, answers, rng).run(60 * arguments.minutes, in_flight)
+    print(report.summary(), flush=True)
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main().wrong else 0)
