@@ -11,7 +11,8 @@ the end no block, no state index and no memory may be missing, and the engine mu
 
 The random target (`--target random`, the default without a GPU) is attention-only and in float32: answers
 must be equal. Its draft knows nothing; accepted paths come from an oracle. The demo target (`--target demo`)
-is a hybrid in bf16, whose rows round otherwise in another batch: near-ties are counted, and bounded.
+is a hybrid in bf16, whose rows round otherwise in another batch: a greedy answer may then part from the one
+alone at a near-tie, a sampled one (whose noise decides too) in few requests.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 6}, "many": {"enum": [1, 2, 3]}},
     "required": ["name", "many"],
 }
-# A wrong state or cache shows in most answers; rounding of bf16 in about one of 25.
+# A step of bf16 at logits of 16 to 32, which random prompts and biases bring about; see `harness.TIE`.
+TIE = 0.13
+# Sampled answers of a bf16 engine that may differ; a wrong state or cache shows in most answers.
 MAX_TIES = 0.12
 # Allocators keep what they once had. What a leak of one small buffer a request would cost is far more.
 RSS_GROWTH = 48 * 2**20
@@ -89,6 +92,11 @@ class Answer:
     finish_reason: str | None
     stop_reason: Any
     logprobs: tuple[dict[int, float], ...] | None
+
+    def gap(self, at: int, token: int) -> float:
+        """How much less likely `token` is than this answer's at a position; infinite if it is not known."""
+        scores = self.logprobs[at] if self.logprobs is not None and at < len(self.logprobs) else {}
+        return scores[self.tokens[at]] - scores[token] if token in scores else float("inf")
 
     @classmethod
     def of(cls, output: Any) -> Answer:
@@ -192,7 +200,9 @@ def setting(arguments: argparse.Namespace, folder: Path) -> Setting:
     cuda, chosen = torch.cuda.is_available(), arguments.target
     exact = (chosen or ("demo" if cuda else "random")) == "random"
     if exact and arguments.graphs:
-        raise SystemExit("--graphs needs --target demo: the oracle of the random target is no part of a graph")
+        raise SystemExit(
+            "--graphs needs --target demo: the oracle of the random target is no part of a graph"
+        )
     common: dict[str, Any] = {
         "max_model_len": 192 if exact else 448,
         "max_num_seqs": arguments.concurrency,
@@ -208,6 +218,8 @@ def setting(arguments: argparse.Namespace, folder: Path) -> Setting:
             "attention_backend": "TRITON_ATTN" if exact else "FLASH_ATTN",
             "additional_config": {"gdn_prefill_backend": "triton"},
         }
+    if not exact:
+        common["logprobs_mode"] = "processed_logprobs"  # a near-tie is one of what is chosen from
     if exact:
         random_models(folder)
         common |= {"dtype": "float32", "block_size": 32}
@@ -217,11 +229,10 @@ def setting(arguments: argparse.Namespace, folder: Path) -> Setting:
     ours["enable_prefix_caching"] = arguments.prefix_caching
     ours["num_gpu_blocks_override"] = arguments.blocks or (
         # Room for about half of the requests at their longest, without shared blocks.
-        max(9, 2 * arguments.concurrency) if exact else max(9, 5 * arguments.concurrency // 2)
+        max(8, 5 * arguments.concurrency // 4) if exact else max(9, 5 * arguments.concurrency // 2)
     )
     ours["long_prefill_token_threshold"] = arguments.chunk
-    if cuda:
-        ours["async_scheduling"] = arguments.async_scheduling
+    ours["async_scheduling"] = arguments.async_scheduling
     if arguments.graphs:
         ours |= {
             "enforce_eager": False,
@@ -230,54 +241,68 @@ def setting(arguments: argparse.Namespace, folder: Path) -> Setting:
     return Setting(target, draft, common, ours, exact, 96 if exact else 330)
 
 
-def alone(where: Setting, count: int, rng: random.Random, max_tokens: int) -> tuple[list[Request], list[Answer]]:
+def alone(
+    where: Setting, count: int, rng: random.Random, max_tokens: int
+) -> tuple[list[Request], list[Answer]]:
     """The catalogue, and what vLLM without speculation answers to each request, one at a time."""
     with harness.engine(where.target, **where.plain) as llm:
         tokenizer = llm.get_tokenizer()
         vocab = llm.model_config.get_vocab_size()
-        requests = catalogue(
-            count, rng, harness.demo_prompts(tokenizer), vocab, max_tokens, where.longest
-        )
-        answers = [Answer.of(ask(llm, request)) for request in requests]
+        requests = catalogue(count, rng, harness.demo_prompts(tokenizer), vocab, max_tokens, where.longest)
+        # Near-ties are judged by the log-probabilities of many tokens.
+        more = {} if where.exact else {"logprobs": harness.TOP}
+        answers = [Answer.of(ask(llm, request, **more)) for request in requests]
     return requests, answers
 
 
-def ask(llm: Any, request: Request) -> Any:
+def ask(llm: Any, request: Request, **more: Any) -> Any:
     """The answer to one request by an engine that has nothing else to do."""
     prompt = {"prompt_token_ids": list(request.prompt)}
-    return llm.generate([prompt], request.sampling(), use_tqdm=False)[0].outputs[0]
+    sampling = replace(request, params=request.params | more).sampling()
+    return llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0]
 
 
 # --- the comparison --------------------------------------------------------------------------------------
 
 
-def difference(request: Request, expected: Answer, found: Answer, finished: bool) -> str | None:
+def parted(expected: Answer, found: Answer) -> int | None:
+    """First position at which both have a token and not the same one."""
+    pairs = enumerate(zip(found.tokens, expected.tokens, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), None)
+
+
+def difference(expected: Answer, found: Answer, finished: bool) -> str | None:
     """None if `found` is `expected`, or for an unfinished request a beginning of it; else what differs."""
-    count = len(found.tokens)
-    if found.tokens != expected.tokens[:count] or (finished and count != len(expected.tokens)):
-        at = next(
-            (i for i, (a, b) in enumerate(zip(found.tokens, expected.tokens, strict=False)) if a != b),
-            min(count, len(expected.tokens)),
-        )
+    at = parted(expected, found)
+    if at is not None:
         return f"tokens from position {at}: {found.tokens[at : at + 4]}, not {expected.tokens[at : at + 4]}"
+    if len(found.tokens) > len(expected.tokens) or (finished and len(found.tokens) < len(expected.tokens)):
+        return f"{len(found.tokens)} tokens, not {len(expected.tokens)}"
     if not finished:
         return None if expected.text.startswith(found.text) else f"text {found.text!r}"
     for name in ("text", "finish_reason", "stop_reason"):
         if getattr(found, name) != getattr(expected, name):
             return f"{name} {getattr(found, name)!r}, not {getattr(expected, name)!r}"
-    if (found.logprobs is None) != (expected.logprobs is None):
-        return "log-probabilities: there for one only"
     return None
 
 
-def logprob_difference(expected: Answer, found: Answer, tolerance: float) -> str | None:
-    """None if the log-probabilities of two equal answers agree, entry by entry."""
-    for at, (a, b) in enumerate(zip(expected.logprobs or (), found.logprobs or (), strict=True)):
-        # The last of the best may change places with the next one.
+def logprob_difference(request: Request, expected: Answer, found: Answer, tolerance: float) -> str | None:
+    """None if a finished answer has the log-probabilities that it asked for, and they are the expected ones.
+
+    The expected answer may have more of them.
+    """
+    wanted = request.params.get("logprobs")
+    if wanted is None:
+        return None if found.logprobs is None else "log-probabilities that nobody asked for"
+    if found.logprobs is None or len(found.logprobs) != len(found.tokens):
+        return "log-probabilities are missing"
+    for at, (a, b) in enumerate(zip(expected.logprobs or (), found.logprobs, strict=True)):
+        if found.tokens[at] not in b or not max(wanted, 1) <= len(b) <= wanted + 1:
+            return f"log-probabilities at {at} are of {sorted(b)}"
         for token in a.keys() & b.keys():
             if abs(a[token] - b[token]) > tolerance:
                 return f"log-probability at {at} of token {token}: {b[token]}, not {a[token]}"
-        if len(a) != len(b) or len(a.keys() ^ b.keys()) > 2:
+        if len(b.keys() - a.keys()) > 1:  # the last of the best may change places with the next
             return f"log-probabilities at {at} are of {sorted(b)}, not of {sorted(a)}"
     return None
 
@@ -355,7 +380,12 @@ class Churn:
             "requests of the front end": self.engine.get_num_unfinished_requests(),
         }
         for number, manager in enumerate(cache.coordinator.single_type_managers):
-            for name in ("req_to_blocks", "num_cached_block", "last_state_block_idx", "_allocated_block_reqs"):
+            for name in (
+                "req_to_blocks",
+                "num_cached_block",
+                "last_state_block_idx",
+                "_allocated_block_reqs",
+            ):
                 if hasattr(manager, name):
                     found[f"group {number}: {name}"] = len(getattr(manager, name))
         return found
@@ -424,17 +454,21 @@ class Churn:
     def _compare(self, which: int, found: Answer, finished: bool) -> None:
         self.report.compared += 1
         request, expected = self.requests[which], self.answers[which]
-        what = difference(request, expected, found, finished)
+        what = difference(expected, found, finished)
         if what is None and finished:
-            wrong = logprob_difference(expected, found, 1e-3 if self.where.exact else 0.2)
-            if wrong is not None:
-                self.report.wrong.append(f"request {which} ({request.kind}): {wrong}")
+            what = logprob_difference(request, expected, found, 1e-3 if self.where.exact else 0.2)
+        if what is None:
             return
-        if what is not None:
-            excused = not self.where.exact and what.startswith("tokens")
-            (self.report.ties if excused else self.report.wrong).append(
-                f"request {which} ({request.kind}): {what}"
-            )
+        line = f"request {which} ({request.kind}): {what}"
+        at = parted(expected, found)
+        if at is None or self.where.exact:
+            self.report.wrong.append(line)
+        elif request.params["temperature"] > 0:
+            self.report.ties.append(line)
+        else:
+            gap = expected.gap(at, found.tokens[at])
+            excused = self.report.ties if gap <= TIE else self.report.wrong
+            excused.append(f"{line}, {gap:.3f} less likely")
 
     def _settle(self) -> None:
         """Steps without requests: what finished last is freed by the step after."""
@@ -459,16 +493,40 @@ class Churn:
         report.stats = self.runner.model_state.step.stats.read()
         if report.seconds > 120 and report.rss[-1] - report.rss[0] > RSS_GROWTH:
             report.wrong.append(f"memory grew from {report.rss[0]} to {report.rss[-1]} bytes")
-        if not self.where.exact and len(report.ties) > max(1, MAX_TIES * report.compared):
-            report.wrong.append(f"{len(report.ties)} of {report.compared} answers differ: no mere near-ties")
+        if len(set(report.ties)) > max(2, MAX_TIES * len(self.requests)):
+            report.wrong.append(f"{len(set(report.ties))} of {len(self.requests)} requests have near-ties")
         for which in range(min(3, len(self.requests))):
             self._compare(which, Answer.of(ask(self.llm, self.requests[which])), finished=True)
 
 
 @contextlib.contextmanager
+def asynchronous(wanted: bool) -> Iterator[None]:
+    """Asynchronous scheduling on the CPU too, where vLLM has no use for it and switches it off."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config
+
+    def check(cls: Any, config: Any) -> None:
+        original(config)
+        config.scheduler_config.async_scheduling = True
+
+    if wanted:
+        CpuPlatform.check_and_update_config = classmethod(check)
+    try:
+        yield
+    finally:
+        CpuPlatform.check_and_update_config = original
+
+
+@contextlib.contextmanager
 def engine(where: Setting, requests: list[Request], answers: list[Answer]) -> Iterator[Any]:
     """The engine with trees, with an oracle where the draft knows nothing."""
-    with harness.engine(where.target, **where.ours) as llm:
+    wanted = where.ours.get("async_scheduling", False)
+    with (
+        asynchronous(wanted and not torch.cuda.is_available()),
+        harness.engine(where.target, **where.ours) as llm,
+    ):
+        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == wanted
         if where.oracle:
             known = [
                 harness.Reference(request.prompt, answer.tokens, ())
@@ -481,7 +539,9 @@ def engine(where: Setting, requests: list[Request], answers: list[Answer]) -> It
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="python -m tests.e2e.churn", description=(__doc__ or "").split("\n")[0])
+    made = argparse.ArgumentParser(
+        prog="python -m tests.e2e.churn", description=(__doc__ or "").split("\n")[0]
+    )
     made.add_argument("--minutes", type=float, default=10, help="how long requests keep coming")
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--requests", type=int, default=56, help="size of the catalogue")
@@ -494,7 +554,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--graphs", action="store_true", help="CUDA graphs for decode steps (demo target)")
     for name, text in (
         ("prefix-caching", "automatic prefix caching (default on)"),
-        ("async-scheduling", "asynchronous scheduling, on a GPU (default on)"),
+        ("async-scheduling", "asynchronous scheduling (default on)"),
     ):
         made.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=text)
     return made

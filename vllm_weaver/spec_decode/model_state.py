@@ -240,13 +240,9 @@ class TreeStateMixin:
             for i, working in zip(ids, self._slots.working, strict=True):
                 tables[i] = working
             self._boundary_tables = {
-                name: table
-                for i, table in zip(ids, self._slots.boundary, strict=True)
-                for name in names[i]
+                name: table for i, table in zip(ids, self._slots.boundary, strict=True) for name in names[i]
             }
-        self._tables = {
-            name: table for group, table in zip(names, tables, strict=True) for name in group
-        }
+        self._tables = {name: table for group, table in zip(names, tables, strict=True) for name in group}
 
     def postprocess_state(
         self, idx_mapping: Tensor, num_sampled: Tensor | int, num_computed_tokens: Tensor | None = None

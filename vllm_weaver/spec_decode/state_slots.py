@@ -79,7 +79,9 @@ class StateSlots:
             working[:num_reqs] = table[:num_reqs].gather(1, columns[:, None])
             working[num_reqs:] = 0
 
-    def start_boundaries(self, step: TreeStep, idx_mapping: Tensor, context: MambaSpecDecodeGPUContext) -> None:
+    def start_boundaries(
+        self, step: TreeStep, idx_mapping: Tensor, context: MambaSpecDecodeGPUContext
+    ) -> None:
         """Fill `boundary` and `boundary_path`, and copy the states before the step to the boundaries.
 
         Args:
