@@ -117,7 +117,7 @@ def _check_target(model_config: ModelConfig) -> None:
 def check_arguments(engine_args: EngineArgs) -> None:
     """Refuse what upstream refuses while it builds the configuration without saying which flag it means."""
     _check_parallel(engine_args)
-    _refuse([_lora(bool(engine_args.enable_lora))])
+    _refuse([_lora(bool(engine_args.enable_lora)), _sleep(bool(engine_args.enable_sleep_mode))])
 
 
 def _check_parallel(parallel: ParallelConfig | EngineArgs) -> None:
@@ -141,13 +141,21 @@ def _lora(enabled: bool) -> _Row:
     return "--enable-lora", enabled, False, _UNTESTED
 
 
+def _sleep(enabled: bool) -> _Row:
+    # vLLM keeps no copy of what it drops at level 2 but the buffers of target and draft, and reloads no more.
+    reason = "sleep level 2 would drop the Weaver head, its tables and the trees' buffers for good"
+    return "--enable-sleep-mode", enabled, False, reason
+
+
 def _limits(config: VllmConfig) -> list[_Row]:
     transfer = "rejected branches would be transferred as if they were committed"
     return [
         ("--runner", config.model_config.runner_type, "generate", "only generation has drafts"),
+        ("--kv-offloading-size", config.cache_config.kv_offloading_size, None, transfer),
         ("--kv-transfer-config", getattr(config.kv_transfer_config, "kv_connector", None), None, transfer),
         ("--ec-transfer-config", getattr(config.ec_transfer_config, "ec_connector", None), None, _UNTESTED),
         _lora(config.lora_config is not None),
+        _sleep(bool(config.model_config.enable_sleep_mode)),
     ]
 
 
