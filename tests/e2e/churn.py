@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import os
 import random
@@ -327,6 +328,9 @@ class Churn:
     def _rss(self) -> int:
         if torch.cuda.is_available():
             return int(torch.cuda.memory_allocated())
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # glibc only: freed memory that it still keeps
+            ctypes.CDLL(None).malloc_trim(0)
         return int(psutil.Process().memory_info().rss)
 
     def check_held(self) -> None:
