@@ -387,7 +387,8 @@ LIMITS = {
     "lora": ({"enable_lora": True}, "--enable-lora=True"),
     "lora, many sequences": ({"enable_lora": True, "max_num_seqs": 256}, "--enable-lora=True"),
     "kv dtype": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype='fp8'"),
-    "prefix caching": ({"enable_prefix_caching": True}, "--enable-prefix-caching"),
+    "KV offloading": ({"kv_offloading_size": 1.0}, "--kv-offloading-size=1.0"),
+    "sleep": ({"enable_sleep_mode": True}, "--enable-sleep-mode=True"),
 }
 
 
@@ -416,12 +417,23 @@ def test_a_config_built_without_engine_args_is_checked_too(hybrid: str, draft: s
         check_vllm_config(config)
 
 
-def test_prefix_caching_defaults_to_off_for_hybrids_only(hybrid: str, attention: str, draft: str) -> None:
-    assert not build(hybrid, chain(draft)).cache_config.enable_prefix_caching
-    assert build(attention, chain(draft)).cache_config.enable_prefix_caching
+def test_prefix_caching_is_as_upstream_has_it(hybrid: str, attention: str, draft: str) -> None:
+    for target in (hybrid, attention):
+        for speculative in (
+            chain(draft),
+            {"method": DFLASH, "model": draft, "num_speculative_tokens": 7},
+            None,
+        ):
+            assert build(target, speculative).cache_config.enable_prefix_caching
+            off = build(target, speculative, enable_prefix_caching=False)
+            assert not off.cache_config.enable_prefix_caching
+    assert build(hybrid, chain(draft)).cache_config.mamba_cache_mode == "align"
+
+
+def test_no_block_of_a_prefix_hit_is_left_out(hybrid: str, draft: str) -> None:
     plain = {"method": DFLASH, "model": draft, "num_speculative_tokens": 7}
-    assert build(hybrid, plain).cache_config.enable_prefix_caching  # upstream's default is left alone
-    assert build(hybrid, None).cache_config.enable_prefix_caching
+    assert build(hybrid, plain).speculative_config.use_eagle_block_drop()
+    assert not build(hybrid, chain(draft)).speculative_config.use_eagle_block_drop()
 
 
 def test_targets_that_trees_do_not_fit_are_refused(

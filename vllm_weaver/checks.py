@@ -91,18 +91,7 @@ def check_vllm_config(config: VllmConfig) -> None:
             f"tree attention does not read such keys and values here; "
             f"it must be one of {', '.join(map(repr, allowed))}"
         )
-    if cache.enable_prefix_caching and prefix_caching_unsupported(config.model_config):
-        raise ConfigError(
-            f"method {METHOD!r} does not work with --enable-prefix-caching on the hybrid target "
-            f"{config.model_config.model!r}, since a tree step does not write the cached recurrent states "
-            f"of mamba cache mode {cache.mamba_cache_mode!r}; use --no-enable-prefix-caching"
-        )
     _check_buffers(config)
-
-
-def prefix_caching_unsupported(model_config: ModelConfig) -> bool:
-    """Whether prefix caching must be off: for targets with recurrent layers it must, for others not."""
-    return bool(model_config.is_hybrid)
 
 
 def _check_target(model_config: ModelConfig) -> None:
@@ -128,7 +117,7 @@ def _check_target(model_config: ModelConfig) -> None:
 def check_arguments(engine_args: EngineArgs) -> None:
     """Refuse what upstream refuses while it builds the configuration without saying which flag it means."""
     _check_parallel(engine_args)
-    _refuse([_lora(bool(engine_args.enable_lora))])
+    _refuse([_lora(bool(engine_args.enable_lora)), _sleep(bool(engine_args.enable_sleep_mode))])
 
 
 def _check_parallel(parallel: ParallelConfig | EngineArgs) -> None:
@@ -152,13 +141,21 @@ def _lora(enabled: bool) -> _Row:
     return "--enable-lora", enabled, False, _UNTESTED
 
 
+def _sleep(enabled: bool) -> _Row:
+    # vLLM keeps no copy of what it drops at level 2 but the buffers of target and draft, and reloads no more.
+    reason = "sleep level 2 would drop the Weaver head, its tables and the trees' buffers for good"
+    return "--enable-sleep-mode", enabled, False, reason
+
+
 def _limits(config: VllmConfig) -> list[_Row]:
     transfer = "rejected branches would be transferred as if they were committed"
     return [
         ("--runner", config.model_config.runner_type, "generate", "only generation has drafts"),
+        ("--kv-offloading-size", config.cache_config.kv_offloading_size, None, transfer),
         ("--kv-transfer-config", getattr(config.kv_transfer_config, "kv_connector", None), None, transfer),
         ("--ec-transfer-config", getattr(config.ec_transfer_config, "ec_connector", None), None, _UNTESTED),
         _lora(config.lora_config is not None),
+        _sleep(bool(config.model_config.enable_sleep_mode)),
     ]
 
 

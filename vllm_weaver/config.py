@@ -160,6 +160,11 @@ class WeaverSpeculativeConfig(SpeculativeConfig):
             return super().max_num_new_slots_for_drafting
         return self.weaver_settings.depth
 
+    def use_eagle_block_drop(self) -> bool:
+        """Whether a prefix hit leaves out its last block. Upstream's drafts may need the hidden state before
+        the first new token; what DFlash keeps of a position depends on that position alone."""
+        return self.weaver_settings is None and bool(super().use_eagle_block_drop())
+
     def compute_hash(self) -> str:
         """Upstream's hash, and for trees every setting and our version: compiled graphs depend on them."""
         inherited = super().compute_hash()

@@ -65,13 +65,13 @@ def wrapper(path: Path) -> Path:
     return path
 
 
-def attention_only(path: Path) -> Path:
+def attention_only(path: Path, vocab: int = VOCAB) -> Path:
     """A random Qwen3 in float32, in which two tokens never tie."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(1)
     config = Qwen3Config(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=HIDDEN,
         intermediate_size=128,
         num_hidden_layers=3,
@@ -88,13 +88,13 @@ def attention_only(path: Path) -> Path:
     return path
 
 
-def random_draft(path: Path, max_position_embeddings: int = 1024) -> Path:
+def random_draft(path: Path, max_position_embeddings: int = 1024, vocab: int = VOCAB) -> Path:
     """A random DFlash draft for `attention_only`."""
     heads, kv_heads, dim, inter, layers = 4, 2, 32, 128, 2
     config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
-        "vocab_size": VOCAB,
+        "vocab_size": vocab,
         "hidden_size": HIDDEN,
         "intermediate_size": inter,
         "num_hidden_layers": layers,
@@ -109,7 +109,7 @@ def random_draft(path: Path, max_position_embeddings: int = 1024) -> Path:
         "attention_bias": False,
         "block_size": BLOCK,
         "num_target_layers": 3,
-        "dflash_config": {"mask_token_id": VOCAB - 1, "target_layer_ids": [0, 1]},
+        "dflash_config": {"mask_token_id": vocab - 1, "target_layer_ids": [0, 1]},
         "dtype": "float32",
     }
     path.mkdir()

@@ -129,9 +129,7 @@ REFUSALS = {
     "weaver with proposal chain": Refusal(
         ("weaver=", "contradicts proposal='chain'", "leave one of them out"), {"proposal": "chain"}
     ),
-    "prefix caching on a hybrid": Refusal(
-        ("--enable-prefix-caching", "use --no-enable-prefix-caching"), options=("--enable-prefix-caching",)
-    ),
+    "sleep": Refusal(("--enable-sleep-mode=True", "it must be False"), options=("--enable-sleep-mode",)),
     "two devices": Refusal(
         ("--tensor-parallel-size=2", "it must be 1"), options=("--tensor-parallel-size", "2")
     ),

@@ -35,16 +35,6 @@ HOOKS: tuple[Hook, ...] = (
         fingerprint="16df91fd0a48af52",
     ),
     Hook(
-        name="prefix-caching-default",
-        target="vllm.engine.arg_utils:EngineArgs._set_default_chunked_prefill_and_prefix_caching_args",
-        make="vllm_weaver.hooks.config_side:default_prefix_caching",
-        phase="config",
-        kind="wrap",
-        reason="prefix caching is on by default for hybrids, whose cached states a tree step does not write",
-        removal="dflash_tfm supports mamba cache mode 'align'",
-        fingerprint="36733cde33366624",
-    ),
-    Hook(
         name="lookahead-slots",
         target="vllm.config.vllm:VllmConfig.num_lookahead_tokens",
         make="vllm_weaver.hooks.config_side:num_lookahead_tokens",

@@ -84,22 +84,6 @@ def _dictated_method(engine_args: Any) -> ConfigError | None:
     )
 
 
-def default_prefix_caching(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave prefix caching off for a hybrid target unless the user asked for it."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, model_config: Any) -> Any:
-        if (
-            checks.asked_for(self, check=False)
-            and self.enable_prefix_caching is None
-            and checks.prefix_caching_unsupported(model_config)
-        ):
-            self.enable_prefix_caching = False
-        return original(self, model_config)
-
-    return wrapper
-
-
 def num_lookahead_tokens(original: property) -> property:
     """Slots past the scheduled tokens that the draft and the tree may write."""
     getter = original.fget

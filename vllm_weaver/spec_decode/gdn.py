@@ -197,9 +197,10 @@ class CommitPlan:
         )
 
 
-def commit(plan: CommitPlan, step: TreeStep) -> None:
-    """Move every layer's convolution and recurrent state to the leaf of each request's accepted path."""
-    path = (step.query_start_loc, step.path, step.num_path)
+def commit(plan: CommitPlan, step: TreeStep, num_path: Tensor | None = None) -> None:
+    """Move every layer's convolution and recurrent state along each request's accepted path, to its leaf or
+    over its first `num_path` nodes (int32 [R], at most the path's)."""
+    path = (step.query_start_loc, step.path, step.num_path if num_path is None else num_path)
     tree_conv_commit(plan.stashes.inputs, plan.conv, *path, plan.width, num_nodes=step.num_nodes)
     gdn_tree_commit(
         plan.stashes, plan.recurrent, *path, num_nodes=step.num_nodes, state_layout=plan.state_layout

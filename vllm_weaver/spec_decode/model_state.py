@@ -33,6 +33,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_weaver.config import settings_of
 from vllm_weaver.spec_decode import attention, gdn
 from vllm_weaver.spec_decode.sampler import TreeVerifier
+from vllm_weaver.spec_decode.state_slots import StateSlots
 from vllm_weaver.spec_decode.step import LayerTrees, TreeStep, layer_trees
 from vllm_weaver.spec_decode.tree import TreeBuffers
 
@@ -66,6 +67,9 @@ class TreeStateMixin:
         self._tables: dict[str, Tensor] = {}
         self._kv_plan: attention.CommitPlan | None = None
         self._gdn_plan: gdn.CommitPlan | None = None
+        self._boundary_plan: gdn.CommitPlan | None = None
+        self._slots: StateSlots | None = None  # None where column 0 of a block table is the state's
+        self._boundary_tables: dict[str, Tensor] = {}
         self.attention_layers: dict[str, Any] = {
             name: layer
             for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items()
@@ -146,6 +150,8 @@ class TreeStateMixin:
             **kwargs,
         )
         self._captured |= for_capture
+        if self._slots is not None:
+            self._slots.locate(input_batch.seq_lens, input_batch.num_reqs)
         self._attach(metadata, block_tables, kv_cache_config)
         self._metadata = metadata
         if not dummy:
@@ -179,8 +185,11 @@ class TreeStateMixin:
     ) -> None:
         ours = self.attention_layers.keys() | self.gdn_layers.keys()
         for group, block_table in zip(kv_cache_config.kv_cache_groups, block_tables, strict=True):
+            named = ours & set(group.layer_names) & metadata.keys()
+            if self._slots is not None and named & self.gdn_layers.keys():
+                block_table = self._tables[group.layer_names[0]]
             trees = LayerTrees(self.step, block_table[: self.step.num_reqs])
-            for name in ours & set(group.layer_names) & metadata.keys():
+            for name in named:
                 metadata[name].trees = trees
 
     def _reset_fresh(self, input_batch: InputBatch, is_tree: np.ndarray) -> None:
@@ -219,14 +228,21 @@ class TreeStateMixin:
         super().initialize_kv_cache(kv_cache_config, block_tables)  # type: ignore[misc]
         self._captured = False
         # Not here: this also runs for the small caches of memory profiling, which nothing may keep alive.
-        self._kv_plan = self._gdn_plan = None
-        self._tables = {
-            name: table
-            for group, table in zip(
-                kv_cache_config.kv_cache_groups, block_tables.input_block_tables, strict=True
+        self._kv_plan = self._gdn_plan = self._boundary_plan = None
+        tables = list(block_tables.input_block_tables)
+        names = [group.layer_names for group in kv_cache_config.kv_cache_groups]
+        self._slots = None
+        if self.gdn_layers and self.vllm_config.cache_config.mamba_cache_mode == "align":  # type: ignore[attr-defined]
+            ids, spec = self._get_mamba_group_info(kv_cache_config)  # type: ignore[attr-defined]
+            self._slots = StateSlots(
+                [tables[i] for i in ids], spec.block_size, self.settings.depth + 1, self.step.device
             )
-            for name in group.layer_names
-        }
+            for i, working in zip(ids, self._slots.working, strict=True):
+                tables[i] = working
+            self._boundary_tables = {
+                name: table for i, table in zip(ids, self._slots.boundary, strict=True) for name in names[i]
+            }
+        self._tables = {name: table for group, table in zip(names, tables, strict=True) for name in group}
 
     def postprocess_state(
         self, idx_mapping: Tensor, num_sampled: Tensor | int, num_computed_tokens: Tensor | None = None
@@ -240,16 +256,23 @@ class TreeStateMixin:
         if not step.any_tree:
             return
         if self._kv_plan is None and self.attention_layers:
-            self._kv_plan = attention.CommitPlan.build(self._with_tables(self.attention_layers))
+            self._kv_plan = attention.CommitPlan.build(_pairs(self.attention_layers, self._tables))
         if self._gdn_plan is None and self.gdn_layers:
-            self._gdn_plan = gdn.CommitPlan.build(self._with_tables(self.gdn_layers))
+            self._gdn_plan = gdn.CommitPlan.build(_pairs(self.gdn_layers, self._tables))
+            if self._slots is not None:
+                self._boundary_plan = gdn.CommitPlan.build(_pairs(self.gdn_layers, self._boundary_tables))
         if step.drafts_verified and self._kv_plan is not None:
             attention.commit(self._kv_plan, step)
+        if self._slots is not None and self._boundary_plan is not None:
+            # First: it starts from the states before the step, which the commit below replaces.
+            self._slots.start_boundaries(step, idx_mapping, self._mamba_ctx)  # type: ignore[attr-defined]
+            gdn.commit(self._boundary_plan, step, self._slots.boundary_path[: step.num_reqs])
         if self._gdn_plan is not None:
             gdn.commit(self._gdn_plan, step)
 
-    def _with_tables(self, layers: dict[str, Any]) -> list[tuple[Any, Tensor]]:
-        return [(layer, self._tables[name]) for name, layer in layers.items()]
+
+def _pairs(layers: dict[str, Any], tables: dict[str, Tensor]) -> list[tuple[Any, Tensor]]:
+    return [(layer, tables[name]) for name, layer in layers.items()]
 
 
 class TreeHybridModelState(TreeStateMixin, MambaHybridModelState):

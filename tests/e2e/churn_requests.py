@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests of `churn`: a random catalogue of every kind, their answers, and how two answers differ."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+GRAMMARS = ("[a-z ]{4,30}", "(yes|no|perhaps)( and (yes|no))?", "[A-Z][a-z]{2,8}( [a-z]{1,6}){1,5}[.]")
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "many": {"enum": [1, 2, 3]}},
+    "required": ["name", "many"],
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One entry of the catalogue; `kind` is what makes it special, `params` go to SamplingParams."""
+
+    kind: str
+    prompt: tuple[int, ...]
+    params: dict[str, Any]
+
+    def sampling(self) -> Any:
+        """vLLM's SamplingParams; made anew each time, since vLLM changes them."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        params = dict(self.params)
+        grammar = params.pop("grammar", None)
+        if grammar is not None:
+            params["structured_outputs"] = StructuredOutputsParams(**grammar)
+        return SamplingParams(**params)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request got: for comparison only."""
+
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+    stop_reason: Any
+    logprobs: tuple[dict[int, float], ...] | None
+
+    def gap(self, at: int, token: int) -> float:
+        """How much less likely `token` is than this answer's at a position; infinite if it is not known."""
+        scores = self.logprobs[at] if self.logprobs is not None and at < len(self.logprobs) else {}
+        return scores[self.tokens[at]] - scores[token] if token in scores else float("inf")
+
+    @classmethod
+    def of(cls, output: Any) -> Answer:
+        """From vLLM's CompletionOutput."""
+        logprobs = None
+        if output.logprobs is not None:
+            logprobs = tuple({t: entry.logprob for t, entry in step.items()} for step in output.logprobs)
+        return cls(tuple(output.token_ids), output.text, output.finish_reason, output.stop_reason, logprobs)
+
+
+def _sampled(rng: random.Random) -> dict[str, Any]:
+    params: dict[str, Any] = {"temperature": rng.uniform(0.3, 1.3), "seed": rng.randrange(2**31)}
+    for name, value in (("top_k", rng.randrange(2, 60)), ("top_p", rng.uniform(0.6, 1)), ("min_p", 0.05)):
+        if rng.random() < 0.4:
+            params[name] = value
+    return params
+
+
+def _penalties(rng: random.Random) -> dict[str, Any]:
+    every = {
+        "repetition_penalty": rng.uniform(1.05, 1.5),
+        "presence_penalty": rng.uniform(-0.5, 1),
+        "frequency_penalty": rng.uniform(-0.5, 1),
+    }
+    return {name: every[name] for name in rng.sample(sorted(every), rng.randrange(1, 4))}
+
+
+KINDS: dict[str, Callable[[random.Random, int], dict[str, Any]]] = {
+    "greedy": lambda rng, vocab: {},
+    "sampled": lambda rng, vocab: _sampled(rng),
+    "penalties": lambda rng, vocab: _penalties(rng),
+    "sampled, penalties": lambda rng, vocab: _sampled(rng) | _penalties(rng),
+    "bad words": lambda rng, vocab: {"bad_words": rng.sample(["the", "er", "in", "of the", "a", "s"], 2)},
+    "logit bias": lambda rng, vocab: {"logit_bias": {rng.randrange(8, vocab): 3.0 for _ in range(4)}},
+    "allowed ids": lambda rng, vocab: {"allowed_token_ids": rng.sample(range(8, vocab), 40)},
+    "log-probabilities": lambda rng, vocab: {"logprobs": rng.randrange(0, 6)},
+    "sampled, log-probabilities": lambda rng, vocab: _sampled(rng) | {"logprobs": 3},
+    "stop strings": lambda rng, vocab: {"stop": rng.sample([" the", "in", "er", "on", "x", "qu"], 2)},
+    "min tokens": lambda rng, vocab: {"min_tokens": 5, "ignore_eos": False},
+    "grammar": lambda rng, vocab: {"grammar": {"regex": rng.choice(GRAMMARS)}},
+    "sampled, grammar": lambda rng, vocab: _sampled(rng) | {"grammar": {"regex": rng.choice(GRAMMARS)}},
+    "JSON": lambda rng, vocab: {"grammar": {"json": SCHEMA}},
+}
+
+
+def catalogue(
+    count: int, rng: random.Random, texts: Sequence[Sequence[int]], vocab: int, max_tokens: int, longest: int
+) -> list[Request]:
+    """`count` requests, every kind among the first `len(KINDS)`. Prompts are cuts of a few long texts, with
+    and without an end of their own, so that many share whole blocks."""
+    long = []
+    for i in range(4):
+        joined = [token for text in texts[i::4] for token in text]
+        long.append((joined * (longest // len(joined) + 1))[:longest])
+    made = []
+    for i in range(count):
+        kind = list(KINDS)[i % len(KINDS)]
+        length = rng.choice([1, rng.randrange(2, 20), rng.randrange(20, longest), longest - 1, longest])
+        prompt = list(rng.choice(long)[:length])
+        if rng.random() < 0.4:
+            tail = [rng.randrange(8, vocab) for _ in range(rng.randrange(1, 9))]
+            prompt[-len(tail) :] = tail
+        limit = rng.choice([1, rng.randrange(2, 8), rng.randrange(4, max_tokens), max_tokens])
+        special = KINDS[kind](rng, vocab)
+        params = {"temperature": 0, "max_tokens": limit, "ignore_eos": "grammar" not in special} | special
+        params["min_tokens"] = min(params.get("min_tokens", 0), limit)
+        made.append(Request(kind, tuple(prompt), params))
+    return made
+
+
+def parted(expected: Answer, found: Answer) -> int | None:
+    """First position at which both have a token and not the same one."""
+    pairs = enumerate(zip(found.tokens, expected.tokens, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), None)
+
+
+def difference(expected: Answer, found: Answer, finished: bool) -> str | None:
+    """None if `found` is `expected`, or for an unfinished request a beginning of it; else what differs."""
+    at = parted(expected, found)
+    if at is not None:
+        return f"tokens from position {at}: {found.tokens[at : at + 4]}, not {expected.tokens[at : at + 4]}"
+    if len(found.tokens) > len(expected.tokens) or (finished and len(found.tokens) < len(expected.tokens)):
+        return f"{len(found.tokens)} tokens, not {len(expected.tokens)}"
+    if not finished:
+        return None if expected.text.startswith(found.text) else f"text {found.text!r}"
+    for name in ("text", "finish_reason", "stop_reason"):
+        if getattr(found, name) != getattr(expected, name):
+            return f"{name} {getattr(found, name)!r}, not {getattr(expected, name)!r}"
+    return None
+
+
+def logprob_difference(request: Request, expected: Answer, found: Answer, tolerance: float) -> str | None:
+    """None if a finished answer has the log-probabilities that it asked for, and they are the expected ones.
+
+    The expected answer may have more of them.
+    """
+    wanted = request.params.get("logprobs")
+    if wanted is None:
+        return None if found.logprobs is None else "log-probabilities that nobody asked for"
+    if found.logprobs is None or len(found.logprobs) != len(found.tokens):
+        return "log-probabilities are missing"
+    for at, (a, b) in enumerate(zip(expected.logprobs or (), found.logprobs, strict=True)):
+        if found.tokens[at] not in b or not max(wanted, 1) <= len(b) <= wanted + 1:
+            return f"log-probabilities at {at} are of {sorted(b)}"
+        for token in a.keys() & b.keys():
+            if abs(a[token] - b[token]) > tolerance:
+                return f"log-probability at {at} of token {token}: {b[token]}, not {a[token]}"
+        if len(b.keys() - a.keys()) > 1:  # the last of the best may change places with the next
+            return f"log-probabilities at {at} are of {sorted(b)}, not of {sorted(a)}"
+    return None
