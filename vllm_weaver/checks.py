@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_weaver.config import METHOD, ConfigError, check_keys, refuse_stray_keys, settings_of
+from vllm_weaver.draft import check_draft_files
 from vllm_weaver.hooks.base import logger
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def check_vllm_config(config: VllmConfig) -> None:
             f"of mamba cache mode {cache.mamba_cache_mode!r}; use --no-enable-prefix-caching"
         )
     _check_buffers(config)
+    check_draft_files(config)
 
 
 def prefix_caching_unsupported(model_config: ModelConfig) -> bool:

@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_weaver.config import WeaverSettings, settings_of
+from vllm_weaver.draft import check_draft_files, fit_loaded_draft, keep_own_head
 from vllm_weaver.kernels.gather_rows import gather_rows
 from vllm_weaver.spec_decode.model_state import TreeStateMixin
 from vllm_weaver.spec_decode.proposers import ChainProposer, DDTreeProposer, TreeProposer, WeaverProposer
@@ -77,7 +78,11 @@ class DFlashTfmSpeculator(DFlashSpeculator):
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The draft model, and from target and draft the proposer with its tables."""
+        facts = check_draft_files(self.vllm_config)
+        if facts is not None:
+            keep_own_head(self.draft_model_config.hf_config, facts, target_ends(target_model).lm_head)
         model = super().load_draft_model(target_model, target_attn_layer_names)
+        fit_loaded_draft(model, facts, self.num_query_per_req)
         self.proposer = build_proposer(self.settings, target_model, self.vocab_size, self.dtype, self.device)
         return model
 

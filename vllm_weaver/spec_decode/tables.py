@@ -73,8 +73,10 @@ def _largest_input(lm_head: Any) -> float | None:
     if nvfp4 is not None:
         return float(nvfp4.max()) * _LARGEST_NVFP4
     scale = getattr(lm_head, "input_scale", None)
-    largest = _LARGEST.get(getattr(getattr(lm_head, "weight", None), "dtype", None))
-    return None if scale is None or largest is None else float(scale.max()) * largest
+    if scale is None:
+        return None
+    largest = _LARGEST.get(lm_head.weight.dtype)
+    return None if largest is None else float(scale.max()) * largest
 
 
 def build_tables(head: WeaverHead, ends: TargetEnds) -> tuple[Tensor, Tensor]:
