@@ -179,3 +179,31 @@ FORMATS: dict[str, Callable[[Path], tuple[Path, dict[str, Packed]]]] = {
     "fp8 dynamic": lambda f: _fp8(f, static=False),
     "fp8 static": lambda f: _fp8(f, static=True),
 }
+
+
+def second_generation(path: Path) -> Path:
+    """A random DFlash2 draft for `models.attention_only`, with the released ones' parts."""
+    models.random_draft(path)
+    nested = {
+        "conv_kernel_size": 3, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 5,
+        "output_multiplier": 2.0,
+    }  # fmt: skip
+    configure(path, architectures=["DFlash2DraftModel"], dflash_config=nested)
+
+    def grow(weights: dict[str, Tensor]) -> None:
+        generator = torch.Generator().manual_seed(8)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator) * 0.1
+
+        for layer in range(LAYERS):
+            for conv in ("attention_conv", "mlp_conv"):
+                at = f"layers.{layer}.{conv}."
+                weights[f"{at}base_kernel"] = random(2, 3, models.HIDDEN)
+                weights[f"{at}kernel_projection.weight"] = random(2 * 3 * models.HIDDEN // 16, models.HIDDEN)
+        for name in ("predecessor", "successor"):
+            weights[f"candidate_selector.{name}_codebook"] = random(models.VOCAB, 8)
+        weights["candidate_selector.hidden_projection.weight"] = random(8, models.HIDDEN)
+
+    edit(path, grow)
+    return path
