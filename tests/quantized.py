@@ -66,7 +66,13 @@ def compressed(weight: Tensor, weights: dict[str, Any], inputs: dict[str, Any] |
         return BaseCompressor.get_value_from_registry(format).compress(state, scheme)
 
 
-_NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": GROUP, "symmetric": True}
+_NVFP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "tensor_group",
+    "group_size": GROUP,
+    "symmetric": True,
+}
 
 
 def _compressed_config(weights: dict[str, Any], inputs: dict[str, Any] | None, format: str) -> dict[str, Any]:

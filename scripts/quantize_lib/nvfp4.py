@@ -68,7 +68,13 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
     if not weight.isfinite().all():
         raise ValueError("it has weights that are not finite")
     args = QuantizationArgs(
-        num_bits=4, type="float", strategy="tensor_group", group_size=GROUP, symmetric=True
+        num_bits=4,
+        type="float",
+        strategy="tensor_group",
+        group_size=GROUP,
+        symmetric=True,
+        scale_dtype=torch.float8_e4m3fn,  # codes are chosen for the scales as they are stored
+        zp_dtype=torch.float8_e4m3fn,
     )
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
