@@ -4,14 +4,19 @@ the whole-tree forward."""
 
 import math
 import random
+import weakref
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.trees import SIZES, ancestors, mixed_batch
 from vllm_weaver.kernels.ancestors import unpack_mask
+from vllm_weaver.spec_decode import weaver
 from vllm_weaver.spec_decode.weaver import WeaverConfig, WeaverHead, node_rows, pool_logprobs
 
 CONFIG = WeaverConfig(
@@ -193,16 +198,74 @@ def test_hostile_scores_give_no_candidates() -> None:
     assert pool_logprobs(torch.zeros(3), ids, residual, query * math.nan).tolist() == [-math.inf] * 3
 
 
-def test_tables_of_a_quantized_head_and_in_chunks() -> None:
+class LiveBytes(TorchDispatchMode):
+    """Most bytes of tensors that operations made and that were alive at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is None or id(storage) in given or id(storage) in self.seen:
+                continue
+            self.seen.add(id(storage))
+            size = storage.nbytes()
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self.gone, id(storage), size)
+        return result
+
+    def gone(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["plain", "quantized"])
+def test_memory_of_building_tables_at_the_27b_shape(quantized: bool) -> None:
+    """On the meta device: what is alive besides the tables stays below half a GiB."""
+    vocab, hidden, rank = 248320, 5120, 2048
+    shape = dict(d_model=hidden, d_embed=hidden, d_rank=rank, num_layers=1, num_heads=16, mlp_dim=1365, K=15)
+    with torch.device("meta"):
+        head = WeaverHead(WeaverConfig(**shape, candidate_pool_size=512)).to(torch.bfloat16)
+        weight = torch.empty(vocab, hidden, dtype=torch.bfloat16)
+    lm_head = (
+        (lambda rows: torch.empty(len(rows), vocab, dtype=rows.dtype, device="meta")) if quantized else weight
+    )
+    with torch.no_grad(), LiveBytes() as live:
+        tables = head.token_table(weight), head.residual_table(lm_head)
+    assert live.now == sum(table.nbytes for table in tables) == 2 * vocab * rank * 2
+    extra = live.most - live.now
+    assert 0 < extra < 1 << 29, f"{extra / 2**20:.0f} MiB"
+
+
+def test_tables_of_a_quantized_head_and_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     head = random_head()
     weight, embed = randn(VOCAB, 24, seed=2), randn(VOCAB, 20, seed=1)
     by_method = head.residual_table(lambda rows: rows @ weight.T)
     torch.testing.assert_close(by_method, head.residual_table(weight), rtol=1e-12, atol=1e-12)
     assert by_method.is_contiguous()
-    torch.testing.assert_close(
-        head.token_table(embed, chunk=7), head.token_table(embed), rtol=1e-12, atol=1e-12
-    )
-    with pytest.raises(ValueError, match=r"returned shape \(61, 16\), expected \(16, vocabulary\)"):
+    whole = head.token_table(embed), head.residual_table(weight)
+    monkeypatch.setattr(weaver, "SLICE_BYTES", 4 * 20 * 7)
+    monkeypatch.setattr(weaver, "HEAD_ROWS", 3)
+    asked: list[list[int]] = []
+
+    def lookup(ids: Tensor) -> Tensor:
+        asked.append(ids.tolist())
+        return embed[ids]
+
+    for table in (head.token_table(embed), head.token_table(lookup, VOCAB)):
+        torch.testing.assert_close(table, whole[0], rtol=1e-12, atol=1e-12)
+    assert sum(asked, []) == list(range(VOCAB)) and max(map(len, asked)) == 7
+    for lm_head in (weight, lambda rows: rows @ weight.T):
+        torch.testing.assert_close(head.residual_table(lm_head), whole[1], rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="a lookup needs num_rows"):
+        head.token_table(lookup)
+    with pytest.raises(ValueError, match=r"returned shape \(61, 3\), expected \(3, vocabulary\)"):
         head.residual_table(lambda rows: (rows @ weight.T).T)
     with pytest.raises(ValueError, match="lm_head has width 23.*d_model is 24"):
         head.residual_table(weight[:, 1:])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_weaver.config import METHOD, ConfigError, check_keys, refuse_stray_keys, settings_of
+from vllm_weaver.draft import check_draft_files
 from vllm_weaver.hooks.base import logger
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def check_vllm_config(config: VllmConfig) -> None:
             f"it must be one of {', '.join(map(repr, allowed))}"
         )
     _check_buffers(config)
+    check_draft_files(config)
 
 
 def _check_target(model_config: ModelConfig) -> None:

@@ -4,7 +4,8 @@
 Config hooks are applied by the plugin in every process and act only on a config that asks for `dflash_tfm`.
 Engine hooks are applied before such a config is built (their targets are models, too heavy to import for
 everyone), runner hooks in a worker process when it gets such a config; a process may later build a plain
-engine, so each replacement falls through to the original for a config without our settings. `python -m
+engine, so each replacement falls through to the original for a config without our settings. Draft hooks mend
+upstream's DFlash2 in a worker that has such a draft, whether `dflash_tfm` is asked for or not. `python -m
 vllm_weaver.hooks` prints the fingerprints.
 """
 
@@ -135,5 +136,49 @@ HOOKS: tuple[Hook, ...] = (
         reason="tree rows of a Gated DeltaNet layer on a GPU",
         removal="vLLM's GDN layer lets a model state bring its verify",
         fingerprint="f36199f223e3916c",
+    ),
+    Hook(
+        name="quantization-producer",
+        target="vllm.transformers_utils.model_arch_config_convertor:"
+        "ModelArchConfigConvertorBase._normalize_quantization_config",
+        make="vllm_weaver.hooks.draft_side:normalize_quantization_config",
+        phase="config",
+        kind="wrap",
+        reason="some published quantized drafts have a plain string as `producer`, which crashes upstream",
+        removal="vLLM accepts a string there",
+        fingerprint="dd1ee6ba0c7c4778",
+    ),
+    Hook(
+        name="draft-quantization",
+        target="vllm.model_executor.models.qwen3_dflash:get_draft_quant_config",
+        source="vllm.model_executor.models.utils:get_draft_quant_config",
+        make="vllm_weaver.hooks.draft_side:draft_quant_config",
+        phase="runner",
+        kind="wrap",
+        reason="ignore lists and layer maps of a draft count its layers from 0 and name unfused modules; "
+        "vLLM matches them against the fused modules of layers that follow the target's",
+        removal="vLLM maps the names of every quantization method for drafts",
+        fingerprint="db291be91007f232",
+    ),
+    Hook(
+        name="dflash2-walk",
+        target="vllm.v1.worker.gpu.spec_decode.dflash2.speculator:CandidateSampler.sample",
+        make="vllm_weaver.hooks.draft_side:walk",
+        phase="draft",
+        kind="wrap",
+        reason="a row of NaN scores makes the walk return ids outside the candidates if top_k is not a "
+        "power of two; at tp=1 the target's embedding reads past its end with them",
+        removal="_selector_walk_kernel clamps the index it found",
+        fingerprint="82df79da38eaa887",
+    ),
+    Hook(
+        name="dflash2-candidates",
+        target="vllm.model_executor.models.qwen3_dflash2:DFlash2Qwen3ForCausalLM.compute_candidates",
+        make="vllm_weaver.hooks.draft_side:candidates",
+        phase="draft",
+        kind="wrap",
+        reason="a head that yields NaN has no defined candidates",
+        removal="LogitsProcessor.get_top_k_tokens returns ids in the vocabulary for every row",
+        fingerprint="cf043f5e71853959",
     ),
 )

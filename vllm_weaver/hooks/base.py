@@ -50,7 +50,7 @@ class Hook:
     name: str
     target: str
     make: str
-    phase: Literal["config", "engine", "runner"]
+    phase: Literal["config", "engine", "runner", "draft"]
     kind: Literal["subclass-rebind", "wrap", "patch"]
     reason: str
     removal: str

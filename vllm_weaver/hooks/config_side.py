@@ -115,6 +115,7 @@ def init_device(original: Callable[..., Any]) -> Callable[..., Any]:
         if settings_of(self.vllm_config) is not None:
             checks.check_vllm_config(self.vllm_config)  # again: a VllmConfig can be built without EngineArgs
             install.activate(self.vllm_config)
+        install.activate_draft(self.vllm_config)
         return original(self)
 
     return wrapper

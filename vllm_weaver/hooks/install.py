@@ -51,6 +51,16 @@ def activate_engine() -> None:
     base.apply(hook for hook in HOOKS if hook.phase == "engine")
 
 
+def activate_draft(vllm_config: Any) -> None:
+    """Apply the draft hooks in a worker whose draft upstream walks by candidates, whatever its method."""
+    from vllm_weaver.hooks.draft_side import WALKED
+
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None and set(WALKED) & set(getattr(draft, "architectures", None) or ()):
+        base.apply(hook for hook in HOOKS if hook.phase == "draft")
+
+
 def _refuse(reason: str) -> None:
     """Leave vLLM as it is, but let `dflash_tfm` stop start-up with `reason`; warns in the main process."""
     global _refusal

@@ -19,12 +19,13 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
-from vllm.v1.worker.gpu.spec_decode.eagle.utils import get_target_lm_head
 
 from vllm_weaver.config import WeaverSettings, settings_of
+from vllm_weaver.draft import check_draft_files, fit_loaded_draft, keep_own_head
 from vllm_weaver.kernels.gather_rows import gather_rows
 from vllm_weaver.spec_decode.model_state import TreeStateMixin
 from vllm_weaver.spec_decode.proposers import ChainProposer, DDTreeProposer, TreeProposer, WeaverProposer
+from vllm_weaver.spec_decode.tables import build_tables, target_ends, usable_vocabulary
 from vllm_weaver.spec_decode.weaver_checkpoint import load_weaver
 
 
@@ -33,27 +34,18 @@ def build_proposer(
 ) -> TreeProposer:
     """The proposer that the settings ask for, with its tables computed from the target's embedding and head.
 
-    The head's rows are never read: `quant_method.apply` gives the residual table whatever format they are in.
+    vocab_size is the draft's; ids that the target pads its layers with are never proposed either.
     """
+    ends = target_ends(target_model)
+    vocab_size = usable_vocabulary(vocab_size, ends)
     if settings.proposal == "chain":
         return ChainProposer(vocab_size)
     if settings.proposal == "ddtree":
         return DDTreeProposer(vocab_size, settings.candidate_pool_size)
     assert settings.weaver is not None  # resolved while the config was built
-    language_model = (
-        target_model.get_language_model() if hasattr(target_model, "get_language_model") else target_model
-    )
-    embedding = getattr(language_model, "model", language_model).embed_tokens
-    lm_head = get_target_lm_head(target_model, language_model)
     head = load_weaver(Path(settings.weaver), dtype=dtype, device=device)
     with torch.inference_mode():
-        return WeaverProposer(
-            head,
-            head.token_table(embedding.weight),
-            head.residual_table(lambda rows: lm_head.quant_method.apply(lm_head, rows)),
-            settings.candidate_pool_size,
-            vocab_size,
-        )
+        return WeaverProposer(head, *build_tables(head, ends), settings.candidate_pool_size, vocab_size)
 
 
 class DFlashTfmSpeculator(DFlashSpeculator):
@@ -86,7 +78,11 @@ class DFlashTfmSpeculator(DFlashSpeculator):
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The draft model, and from target and draft the proposer with its tables."""
+        facts = check_draft_files(self.vllm_config)
+        if facts is not None:
+            keep_own_head(self.draft_model_config.hf_config, facts, target_ends(target_model).lm_head)
         model = super().load_draft_model(target_model, target_attn_layer_names)
+        fit_loaded_draft(model, facts, self.num_query_per_req)
         self.proposer = build_proposer(self.settings, target_model, self.vocab_size, self.dtype, self.device)
         return model
 

@@ -35,6 +35,11 @@ from torch import Tensor, nn
 from vllm_weaver.kernels.ancestors import unpack_mask
 from vllm_weaver.kernels.weaver_attention import attend
 
+SLICE_BYTES = 1 << 25
+"""Size of the fp32 rows that table building works on at a time."""
+HEAD_ROWS = 32
+"""Rows that an lm_head gets at a time: enough for its matrix product to be limited by memory alone."""
+
 _NORM_EPS = 1e-6
 _MAX_SIZE = 1 << 20  # far above any real size; keeps a damaged config from asking for absurd memory
 _SUPPORTED: dict[str, Any] = {"encoder_mode": 3, "score_head": 4, "activation": "swiglu"}
@@ -240,14 +245,36 @@ class WeaverHead(nn.Module):
         """Dtype of the parameters, which rows and tables have too."""
         return self.token_in.weight.dtype
 
-    def token_table(self, embed_weight: Tensor, chunk: int = 16384) -> Tensor:
+    def token_table(
+        self, embedding: Tensor | Callable[[Tensor], Tensor], num_rows: int | None = None
+    ) -> Tensor:
         """E = token_in(embed_norm(W_embed)): embedding rows [V, d_embed] to node inputs [V, r].
 
-        Works in chunks of rows, because the fp32 copy that the norm needs would otherwise be twice the
-        embedding. Also maps any selection of embedding rows, which is how training embeds single tokens."""
-        self._check_width("embedding", embed_weight, self.config.d_embed, "d_embed")
-        parts = [self.token_in(self.embed_norm(rows.to(self.dtype))) for rows in embed_weight.split(chunk)]
-        return torch.cat(parts)
+        `embedding` is the weight, or a callable that maps ids [n] to rows [n, d_embed] for the ids below
+        `num_rows` (a quantized embedding's own lookup). Also maps any selection of embedding rows, which is
+        how training embeds single tokens. Rows are taken in slices: besides the table, memory for a few fp32
+        slices of `SLICE_BYTES` is all that is needed."""
+        if isinstance(embedding, Tensor):
+            weight = embedding
+            num_rows, device = len(weight), weight.device
+
+            def rows_of(start: int, stop: int) -> Tensor:
+                return weight[start:stop]
+        else:
+            if num_rows is None:
+                raise ValueError("Weaver token table: a lookup needs num_rows, the number of its ids.")
+            lookup, device = embedding, self.token_in.weight.device
+
+            def rows_of(start: int, stop: int) -> Tensor:
+                return lookup(torch.arange(start, stop, device=device))
+
+        table = torch.empty(num_rows, self.config.d_rank, dtype=self.dtype, device=device)
+        step = max(1, SLICE_BYTES // (4 * self.config.d_embed))
+        for start in range(0, num_rows, step):
+            rows = rows_of(start, min(start + step, num_rows))
+            self._check_width("embedding", rows, self.config.d_embed, "d_embed")
+            table[start : start + step] = self.token_in(self.embed_norm(rows.to(self.dtype)))
+        return table
 
     def residual_table(self, lm_head: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
         """R = W_lm_head @ lm_head_query_in.weight, [V, r], contiguous.
@@ -255,18 +282,31 @@ class WeaverHead(nn.Module):
         `lm_head` is the weight [V, d], or a callable that maps rows [n, d] to logits [n, V]. A quantized head
         passes its own method as the callable: applied to `lm_head_query_in.weight.T` it yields the transpose
         of R, so the rows of W_lm_head are never dequantized. The callable's logits must be raw (no scaling,
-        soft cap or gather)."""
+        soft cap or gather). It gets `HEAD_ROWS` rows at a time, a weight is read in slices: besides the
+        table, only one slice exists."""
         query_in = self.lm_head_query_in.weight
+        rank = self.config.d_rank
         if isinstance(lm_head, Tensor):
             self._check_width("lm_head", lm_head, self.config.d_model, "d_model")
-            return lm_head.to(self.dtype) @ query_in
-        table = lm_head(query_in.T.contiguous())
-        if table.ndim != 2 or table.shape[0] != self.config.d_rank:
-            raise ValueError(
-                f"Weaver residual table: lm_head returned shape {tuple(table.shape)}, "
-                f"expected ({self.config.d_rank}, vocabulary)."
-            )
-        return table.to(self.dtype).T.contiguous()
+            table = torch.empty(len(lm_head), rank, dtype=self.dtype, device=lm_head.device)
+            step = max(1, SLICE_BYTES // (4 * max(self.config.d_model, rank)))
+            for start in range(0, len(lm_head), step):
+                table[start : start + step] = lm_head[start : start + step].to(self.dtype) @ query_in
+            return table
+        parts: Tensor | None = None
+        for start in range(0, rank, HEAD_ROWS):
+            rows = query_in[:, start : start + HEAD_ROWS].T.contiguous()
+            logits = lm_head(rows)
+            if logits.ndim != 2 or logits.shape[0] != len(rows):
+                raise ValueError(
+                    f"Weaver residual table: lm_head returned shape {tuple(logits.shape)}, "
+                    f"expected ({len(rows)}, vocabulary)."
+                )
+            if parts is None:
+                parts = torch.empty(logits.shape[1], rank, dtype=self.dtype, device=logits.device)
+            parts[:, start : start + HEAD_ROWS] = logits.T
+        assert parts is not None  # d_rank is at least 1
+        return parts
 
     def prompt_rows(self, hidden: Tensor, draft_hidden: Tensor) -> Tensor:
         """The prompt's input rows [R, D + 1, d] in the head's dtype.

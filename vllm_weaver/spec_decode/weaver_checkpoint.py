@@ -32,6 +32,12 @@ from torch import Tensor
 
 from vllm_weaver.spec_decode.weaver import WeaverConfig, WeaverHead
 
+PUBLISHED_SHA256 = {
+    # trymirai/weaver at revision 309ceb4b1a6c44e6a3dfaeab8db1547e904254f8, for Qwen3.6-27B.
+    "qwen36_27b_weaver.pth": "71f540b143fb6bab14ba724c20e97a72ce198de103cfd228d31c3ce339227833",
+}
+"""SHA-256 of the published checkpoints, by file name."""
+
 _TORCH_SUFFIXES = (".pth", ".pt")
 _SUFFIXES = (*_TORCH_SUFFIXES, ".safetensors")
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -91,6 +97,22 @@ def save_weaver(head: WeaverHead, path: Path) -> None:
         raise ValueError(f"Weaver heads are saved as .safetensors, but the path is {str(path)!r}.")
     save_file({name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}, path)
     path.with_suffix(".json").write_text(json.dumps(asdict(head.config), indent=1) + "\n")
+
+
+def same_numbers(first: WeaverHead, second: WeaverHead) -> bool:
+    """Whether two heads have the same config and the same parameters bit for bit, dtypes included."""
+    ours, theirs = first.state_dict(), second.state_dict()
+    return (
+        first.config == second.config
+        and ours.keys() == theirs.keys()
+        and all(
+            tensor.dtype == theirs[name].dtype
+            and torch.equal(
+                tensor.contiguous().view(torch.uint8), theirs[name].contiguous().view(torch.uint8)
+            )
+            for name, tensor in ours.items()
+        )
+    )
 
 
 def _pick_one(names: Iterable[str], place: str) -> str:
