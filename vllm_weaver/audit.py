@@ -67,7 +67,9 @@ def file_problem() -> str | None:
     """One sentence if vLLM's files are not those of its distribution, or another tree hides them."""
     distribution = vllm_distribution()
     if distribution is None:
-        return "vLLM has no installation record, so nothing says whether its files are its own: install a wheel"
+        return (
+            "vLLM has no installation record, so nothing says whether its files are its own: install a wheel"
+        )
     spec = importlib.util.find_spec("vllm")
     folder = Path(str(distribution.locate_file("vllm")))
     found = Path(spec.origin).parent if spec is not None and spec.origin else None
