@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve profiles: vLLM's own parser takes every one, known failures are refused by name, --print runs nothing."""
+"""Serve profiles: vLLM's own parser takes every one, known failures are refused by name."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Command:
 
 
 def default_budget(capability: tuple[int, int]) -> int:
-    """The best tree budget that was measured on such a GPU, by others and in another engine (docs/budget.md)."""
+    """The best budget that others measured on such a GPU, in another engine (docs/budget.md)."""
     # B200 class: the paper's 64. RTX PRO 6000: a curve with its peak at 32. Elsewhere nothing was published;
     # the smaller tree costs less where it does not pay.
     return 64 if capability[0] == 10 else 32
@@ -173,7 +173,7 @@ def _attention(request: Request) -> Flags:
             flags += ["--attention-config", '{"flash_attn_version": 2}']
         return flags
     if request.blackwell_workstation:
-        # FlashInfer has code for sm_120a, and takes fp8 keys and values there, which FlashAttention 2 does not.
+        # FlashInfer has code for sm_120a, and reads fp8 keys and values there; FlashAttention 2 does not.
         return ["--attention-backend", "FLASHINFER"]
     return []  # vLLM's own choice: FlashAttention 3 on sm_90, FlashInfer with TRT-LLM kernels on sm_100
 
@@ -185,7 +185,7 @@ def _kv_cache(request: Request, notes: list[str]) -> Flags:
     if not ships_fp8_kv(request.target):
         return []  # vLLM's auto: the model's type, or what the checkpoint says
     if request.profile == "dflash_tfm" and request.capability[0] != 9:
-        # FLASH_ATTN reads fp8 by version 3 (sm_90) and, for some head sizes, 4 (sm_100). bfloat16 needs no scales.
+        # FLASH_ATTN reads fp8 by version 3 (sm_90) and, for some head sizes, 4 (sm_100).
         notes.append("the checkpoint's fp8 keys and values are kept as bfloat16: twice the cache memory")
         return ["--kv-cache-dtype", "bfloat16"]
     return ["--kv-cache-dtype", "fp8"]
@@ -227,10 +227,8 @@ def _speculative(request: Request) -> dict[str, Any] | None:
         "proposal": request.proposal,
     }
     if request.weaver is not None:
-        local = request.weaver.local or Path(request.weaver.name).expanduser().exists()
-        config["weaver"] = (
-            str(Path(request.weaver.name).expanduser().resolve()) if local else request.weaver.name
-        )
+        path = Path(request.weaver.name).expanduser()  # a file or a folder, if it is here
+        config["weaver"] = str(path.resolve()) if path.exists() else request.weaver.name
         if request.weaver.revision is not None:
             config["weaver_revision"] = request.weaver.revision
         if request.weaver == WEAVER_27B:
@@ -273,14 +271,14 @@ def command(request: Request, refuse: Callable[[Request, Flags], None]) -> Comma
     arguments += _kv_cache(request, notes)
     arguments += _parsers(request)
     if request.profile == "dspark":
-        # Else the recurrent states are float32, and the verify stages hold back admission at about 47 requests.
+        # Else the recurrent states are float32, whose verify stages stop admission at about 47 requests.
         arguments += ["--mamba-ssm-cache-dtype", "bfloat16"]
     if request.profile == "dflash2" and request.blackwell_workstation:
         # The dummy run of the autotuner is not the layout of a draft block, and fails on sm_121.
         arguments += ["--no-enable-flashinfer-autotune"]
     environment = {}
     if request.profile in NEEDS_DRAFT:
-        # DFlash2's selector and the trees exist in the V2 runner only; the V1 runner drafts as DFlash, silently.
+        # DFlash2's selector and the trees are in the V2 runner only; V1 drafts as DFlash, silently.
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     speculative = _speculative(request)
     if speculative is not None:

@@ -51,9 +51,9 @@ def _forced_quantization(request: Request, arguments: Flags) -> str | None:
     if forced is None or "nvfp4" not in request.target.name.lower():
         return None
     return (
-        f"--quantization {forced} with {request.target.name}: a mixed checkpoint is recognised by itself, and "
-        "forcing it fails with `does not match` or `output_partition_size = 48 is not divisible by block_n = 128`; "
-        "leave the flag out"
+        f"--quantization {forced} with {request.target.name}: a mixed checkpoint is recognised by itself; "
+        "forced, it fails with `does not match` or `output_partition_size = 48 is not divisible by "
+        "block_n = 128`; leave the flag out"
     )
 
 
@@ -62,8 +62,8 @@ def _unloadable_checkpoint(request: Request, arguments: Flags) -> str | None:
     if request.target.name.lower() != "unsloth/qwen3.6-27b-nvfp4":
         return None
     return (
-        "unsloth/Qwen3.6-27B-NVFP4 was seen to fail with `No compressed-tensors compatible scheme was found`; "
-        "use nvidia/Qwen3.6-27B-NVFP4"
+        "unsloth/Qwen3.6-27B-NVFP4 was seen to fail with `No compressed-tensors compatible scheme was "
+        "found`; use nvidia/Qwen3.6-27B-NVFP4"
     )
 
 
@@ -126,8 +126,8 @@ def _draft_architecture(request: Request, arguments: Flags) -> str | None:
         )
     if request.profile == "dspark" and config.get("model_type") != "qwen3":
         return (
-            f"the draft {request.draft.name} has model_type {config.get('model_type')!r}: such a tree answers "
-            "/health and then never a request; rewrite its config.json (model_type qwen3)"
+            f"the draft {request.draft.name} has model_type {config.get('model_type')!r}: such a server "
+            "answers /health and then never a request; rewrite its config.json (model_type qwen3)"
         )
     return None
 

@@ -48,7 +48,7 @@ def capability(text: str) -> tuple[int, int]:
 
 
 def docker(built: Command, request: Request, image: str) -> list[str]:
-    """`docker run` of a built command: GPUs, caches that outlive the container, folders at their own paths."""
+    """`docker run` of a built command: GPUs, caches that are kept, folders at their own paths."""
     words = ["docker", "run", "--rm", "--gpus", "all", "--ipc=host"]
     words += ["-p", f"127.0.0.1:{request.port}:{request.port}"]
     # Kernels compiled at first use, for minutes; see Dockerfile.overlay.
