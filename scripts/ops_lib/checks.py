@@ -160,7 +160,8 @@ def identity(gate: Gate) -> str:
     """Greedy answers equal those of the server without speculation, near-ties excused and counted."""
     assert gate.plain is not None
     prompts = [canary["prompt"] for canary in gate.expectations["canaries"]]
-    body = {"temperature": 0, "max_tokens": 48, "return_token_ids": True}
+    tokens = min(48, gate.expectations["max_tokens"])
+    body = {"temperature": 0, "max_tokens": tokens, "return_token_ids": True}
     ties, compared = 0, 0
     for prompt in prompts:
         plain = gate.plain.ask(
@@ -190,7 +191,7 @@ def identity(gate: Gate) -> str:
 def parting_gap(
     plain: Sequence[int], found: Sequence[int], logprobs: Sequence[dict[str, float]]
 ) -> tuple[int, float] | None:
-    """Where two answers part and how much less likely plain decoding found the other token; None if nowhere."""
+    """Where two answers part, and how much less likely plain decoding found the other token; or None."""
     for position, (expected, token) in enumerate(zip(plain, found, strict=False)):
         if expected != token:
             scores = logprobs[position]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A running server as the gate and the benchmarks see it: streamed requests with their times, and /metrics."""
+"""A running server as gate and benchmarks see it: streamed requests with their times, and /metrics."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Server:
                 return grown
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"/metrics counts {grown['generated']:.0f} generated tokens where the answers hold {tokens}"
+                    f"/metrics counts {grown['generated']:.0f} generated tokens, the answers hold {tokens}"
                 )
             time.sleep(0.02)
 
@@ -135,8 +135,8 @@ class Server:
             raise ServerError(f"no answer from /reset_prefix_cache: {_brief(error)}") from None
         if answer.status_code == 404:
             raise ServerError(
-                "the server caches prefixes and cannot flush them: start it with --no-enable-prefix-caching or "
-                "VLLM_SERVER_DEV_MODE=1, or keep the cache (--keep-cache)"
+                "the server caches prefixes and cannot flush them: start it with --no-enable-prefix-caching "
+                "or VLLM_SERVER_DEV_MODE=1, or keep the cache (--keep-cache)"
             )
         if answer.status_code != 200 or answer.json().get("success") is False:
             raise ServerError(f"/reset_prefix_cache did not work: {_body(answer.text)}")
