@@ -4,8 +4,8 @@
 
     python scripts/niah.py --url http://127.0.0.1:8000 --up-to 262144 --out results/niah
 
-Lengths are tokens as the server counts them: --lengths, or doubling up to --up-to. Writes OUT.json and OUT.png;
-exit status 0 only if at least the share --require of the needles was found and no request failed.
+Lengths are tokens as the server counts them: --lengths, or doubling up to --up-to. Writes OUT.json and
+OUT.png; exit status 0 only if at least the share --require of the needles was found and no request failed.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
       --plain 'bash scripts/serve.sh ar --port {port}' \\
       -- --datasets mtbench gsm8k --temperature 0 --max-new-tokens 1024
 
-What follows `--` goes to bench.py. Restarts are taken in rounds over all budgets, so that a machine that warms
-up does not favour one of them. Writes OUT.json, OUT.md and OUT.png, and names the best budget.
+What follows `--` goes to bench.py. Restarts are taken in rounds over all budgets, so that a machine that
+warms up does not favour one of them. Writes OUT.json, OUT.md and OUT.png, and names the best budget.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def draw(points: list[dict[str, Any]], chosen: int, path: Path) -> None:
     axis.errorbar(budgets, rates, yerr=spread, marker="o", capsize=4, label="trees: mean, lowest, highest")
     for p in trees:
         if p["tau"] is not None:
-            axis.annotate(f"τ {p['tau']:.2f}", (p["budget"], p["highest"]), (0, 5), textcoords="offset points",
-                          ha="center", fontsize="small")  # fmt: skip
+            place = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "fontsize": "small"}
+            axis.annotate(f"tau {p['tau']:.2f}", (p["budget"], p["highest"]), **place)
     for p in points:
         if p["budget"] == PLAIN:
             axis.axhline(p["throughput"], linestyle="--", color="gray", label="plain decoding")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -154,6 +155,17 @@ def _handler(stub: Stub) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+def main() -> None:
+    """`python -m tests.ops_stub PORT BUDGET`: a server whose best budget is 4, until it is interrupted."""
+    port, budget = map(int, sys.argv[1:])
+    accepted = {0: None, 2: 1.0, 4: 3.0}[budget]
+    delay = {0: 0.04, 2: 0.04, 4: 0.003}[budget]
+    stub = Stub(lambda prompt: "x" * 16, accepted=accepted, step_delay=delay)
+    server = ThreadingHTTPServer(("127.0.0.1", port), _handler(stub))
+    with contextlib.suppress(KeyboardInterrupt):
+        server.serve_forever(0.02)
+
+
 @contextlib.contextmanager
 def serving(stub: Stub) -> Iterator[Stub]:
     """The stub on a free port, its `url` set."""
@@ -168,3 +180,7 @@ def serving(stub: Stub) -> Iterator[Stub]:
         stub.hang = False
         server.shutdown()
         server.server_close()
+
+
+if __name__ == "__main__":
+    main()

@@ -79,7 +79,7 @@ def _wait(process: subprocess.Popen[bytes], server: Server, log: Path, seconds: 
         if now - said > 15:
             said = now
             _say(f"starting, {now - start:.0f} s")
-        time.sleep(0.5)
+        time.sleep(0.2)
     _say(f"ready after {time.monotonic() - start:.0f} s")
 
 
