@@ -19,9 +19,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from ops_lib import profiles, refusals  # noqa: E402  (the path comes first)
 from ops_lib.profiles import BF16_27B, NVFP4_27B, ProfileError, Request, Source  # noqa: E402
-from ops_lib.serve import capability, docker, main, weaver_source  # noqa: E402
+from ops_lib.serve import IMAGE, capability, docker, main, weaver_source  # noqa: E402
 
-from vllm_weaver import cpu  # noqa: E402
+from vllm_weaver import __version__, cpu  # noqa: E402
 
 CAPABILITIES = ((9, 0), (10, 0), (12, 0), (12, 1))
 DRAFTS = {"dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
@@ -306,6 +306,6 @@ def test_names_of_models_and_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     head = tmp_path / "head.safetensors"
     head.write_bytes(b"")
     assert weaver_source(str(head)) == Source(str(head))
-    assert capability("12.1") == (12, 1)
+    assert capability("12.1") == (12, 1) and IMAGE == f"vllm-weaver:{__version__}"
     monkeypatch.chdir(model(tmp_path / "target", "Qwen3_5ForCausalLM").parent)
     assert arguments(Request("ar", (9, 0), target=profiles.source("target")))[0] == os.path.realpath("target")

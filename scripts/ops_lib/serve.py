@@ -18,7 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ops_lib import profiles, refusals
 from ops_lib.profiles import Command, ProfileError, Request
 
-IMAGE = "vllm-weaver:0.1.0"
+# As build_image.sh names it. Read, not imported: a Docker host need not have the package.
+_VERSION = (Path(__file__).resolve().parents[2] / "vllm_weaver" / "__init__.py").read_text()
+IMAGE = "vllm-weaver:" + re.findall(r'^__version__ = "(.+)"$', _VERSION, re.MULTILINE)[0]
 CACHE_VOLUME = "vllm-weaver-cache"
 
 
