@@ -178,11 +178,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     settings = settings_of(arguments, server)
     for index, prompt in enumerate(next(iter(loaded.values()))[0][: arguments.warmup] if loaded else []):
         ask(server, prompt, settings, index)
+    labels = [name if name in datasets.NAMES else Path(name).stem for name in loaded]
+    if len(set(labels)) < len(labels):
+        raise BenchError(f"two datasets would have one name in the table: {', '.join(sorted(labels))}")
     rows, requests = {}, {}
-    for name, (prompts, version) in loaded.items():
-        with progress(name, min(len(prompts), settings.max_prompts)) as shown:
-            measured = measure(server, name, prompts, settings, shown)
-        label = Path(name).stem if name not in datasets.NAMES else name
+    for label, (prompts, version) in zip(labels, loaded.values(), strict=True):
+        with progress(label, min(len(prompts), settings.max_prompts)) as shown:
+            measured = measure(server, label, prompts, settings, shown)
         row = measured.summary()
         old = baseline.get(label)
         row["speedup"] = row["throughput"] / old if old and row["throughput"] else None

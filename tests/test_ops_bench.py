@@ -267,6 +267,13 @@ def test_a_wrong_baseline_is_named(baseline: str) -> None:
         report.baseline_of([baseline])
 
 
+def test_two_files_of_one_name_are_refused(prompts: str, tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    other = jsonl(tmp_path / "b" / "mine.jsonl", {"prompt": "p"})
+    with serving(Stub()) as stub, pytest.raises(bench.BenchError, match="one name"):
+        run(stub, tmp_path, "--datasets", prompts, other)
+
+
 def test_a_name_that_is_no_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="neither a JSONL file"):
         datasets.load("gsm9k", Lock(tmp_path / "lock.json"), 0)
