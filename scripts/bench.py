@@ -186,6 +186,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         with progress(label, min(len(prompts), settings.max_prompts)) as shown:
             measured = measure(server, label, prompts, settings, shown)
         row = measured.summary()
+        if row["other_tokens"] and not row["errors"]:
+            others = f"{row['other_tokens']:.0f} tokens of other clients"
+            print(f"bench: {label}: the server made {others} meanwhile; repeat it alone", file=sys.stderr)
         old = baseline.get(label)
         row["speedup"] = row["throughput"] / old if old and row["throughput"] else None
         row["version"] = version

@@ -58,9 +58,22 @@ def test_figures_are_those_of_the_server(prompts: str, tmp_path: Path) -> None:
     assert low <= row["throughput"] <= high
     grown = stub.counters["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"]
     assert row["counted"]["generated"] == grown == 72
+    assert row["other_tokens"] == 0
     assert 0 < row["first_token_seconds"] < row["seconds"]
     assert results["macro"]["throughput"] == row["throughput"]
     assert len(stub.requests) == 6 and stub.flushes == 0  # the server caches nothing
+
+
+def test_another_client_is_noticed(prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(prompt: str) -> str:
+        stub.count(1, 5)
+        return "x" * 8
+
+    stub = Stub(answer)
+    with serving(stub):
+        results = run(stub, tmp_path, "--datasets", prompts, "--warmup", "0", "--prompts", "2")
+    assert results["datasets"]["mine"]["other_tokens"] == 10
+    assert "10 tokens of other clients" in capsys.readouterr().err
 
 
 def test_macro_average_is_the_mean_of_datasets_not_of_requests(tmp_path: Path) -> None:

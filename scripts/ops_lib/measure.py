@@ -79,6 +79,12 @@ class Measured:
         """Generated tokens."""
         return sum(sample.tokens for sample in self.samples)
 
+    @property
+    def other_tokens(self) -> float:
+        """Tokens that the server generated meanwhile and that are in no answer: failed requests', or another
+        client's, whose steps would then be in the accepted length."""
+        return self.counted.get("generated", 0.0) - self.tokens
+
     def summary(self) -> dict[str, Any]:
         """Figures as plain JSON values; None where there is nothing to take them from."""
         taus = [sample.tau for sample in self.samples if sample.tau is not None]
@@ -100,6 +106,7 @@ class Measured:
             "decode_tokens_a_second": _mean([sample.decode_rate for sample in self.samples]),
             "first_token_seconds": _mean([s.first_seconds / s.turns for s in self.samples]),
             "counted": self.counted,
+            "other_tokens": self.other_tokens,
         }
 
 
