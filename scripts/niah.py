@@ -106,7 +106,7 @@ def draw(probes: list[dict[str, Any]], path: Path, title: str) -> None:
     for p in probes:
         grid[depths.index(p["depth"])][lengths.index(p["length"])] = 1.0 if p["found"] else 0.0
     figure, axis = pyplot.subplots(figsize=(1.1 * len(lengths) + 2.5, 0.6 * len(depths) + 1.8))
-    axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", alpha=0.5, aspect="auto")
     axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     for p in probes:
