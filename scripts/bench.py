@@ -201,6 +201,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "datasets": rows,
         "macro": macro(rows) if rows else None,
         "ladder": ladder(arguments, server),
+        "ladder_lengths": arguments.ladder_lengths,
         "requests": requests,
     }
 

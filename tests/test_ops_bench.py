@@ -184,7 +184,9 @@ def test_ladder_calls_vllm_bench_serve(tmp_path: Path) -> None:
     with serving(Stub()) as stub:
         results = run(stub, tmp_path, "--ladder", "1", "2", "--ladder-vllm", shlex.quote(str(vllm)))
         assert [row["decode_tokens_a_second"] for row in results["ladder"]] == [200.0, 200.0]
-        assert "| 2           | 200.00       | 321.50" in report.markdown(results)
+        text = report.markdown(results)
+        assert "greedy: 1024 random tokens in, 256 out" in text
+        assert "| 2           | 200.00       | 321.50" in text and "temperature" not in text
         with pytest.raises(bench.BenchError, match="at concurrency 1 failed"):
             run(stub, tmp_path / "other", "--ladder", "1", "--ladder-vllm", "false")
 

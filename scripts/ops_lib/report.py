@@ -133,15 +133,16 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def markdown(results: dict[str, Any]) -> str:
     """The results as Markdown: a title line, the table, and the ladder if there was one."""
     settings = results["settings"]
-    title = (
-        f"**{results['label']}**: {results['model']}, vLLM {results['server_version']}, concurrency "
-        f"{settings['concurrency']}, temperature {settings['temperature']}, at most "
-        f"{settings['max_tokens']} tokens"
-    )
-    parts = [title]
+    parts = [f"**{results['label']}**: {results['model']}, vLLM {results['server_version']}"]
     if results["datasets"]:
+        parts[0] += (
+            f", concurrency {settings['concurrency']}, temperature {settings['temperature']}, at most "
+            f"{settings['max_tokens']} tokens"
+        )
         parts.append(_table(COLUMNS, table_rows(results)))
     if results["ladder"]:
+        length_in, length_out = results["ladder_lengths"]
+        parts.append(f"`vllm bench serve`, greedy: {length_in} random tokens in, {length_out} out")
         columns = ("concurrency", "decode tok/s", "total tok/s", "completed")
         keys = ("concurrency", "decode_tokens_a_second", "total_tokens_a_second", "completed")
         rows = [
