@@ -65,13 +65,13 @@ def wrapper(path: Path) -> Path:
     return path
 
 
-def attention_only(path: Path) -> Path:
+def attention_only(path: Path, vocab: int = VOCAB) -> Path:
     """A random Qwen3 in float32, in which two tokens never tie."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(1)
     config = Qwen3Config(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=HIDDEN,
         intermediate_size=128,
         num_hidden_layers=3,
@@ -88,13 +88,13 @@ def attention_only(path: Path) -> Path:
     return path
 
 
-def random_draft(path: Path, max_position_embeddings: int = 1024) -> Path:
+def random_draft(path: Path, max_position_embeddings: int = 1024, vocab: int = VOCAB) -> Path:
     """A random DFlash draft for `attention_only`."""
     heads, kv_heads, dim, inter, layers = 4, 2, 32, 128, 2
     config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
-        "vocab_size": VOCAB,
+        "vocab_size": vocab,
         "hidden_size": HIDDEN,
         "intermediate_size": inter,
         "num_hidden_layers": layers,
@@ -109,7 +109,7 @@ def random_draft(path: Path, max_position_embeddings: int = 1024) -> Path:
         "attention_bias": False,
         "block_size": BLOCK,
         "num_target_layers": 3,
-        "dflash_config": {"mask_token_id": VOCAB - 1, "target_layer_ids": [0, 1]},
+        "dflash_config": {"mask_token_id": vocab - 1, "target_layer_ids": [0, 1]},
         "dtype": "float32",
     }
     path.mkdir()
@@ -145,6 +145,16 @@ def random_draft(path: Path, max_position_embeddings: int = 1024) -> Path:
             weights[f"{prefix}{name}.weight"] = torch.ones(size)
     save_file(weights, path / "model.safetensors")
     return path
+
+
+def with_text(root: Path) -> Path:
+    """`attention_only` and `random_draft` in the folders `target` and `draft`, with the demo's tokenizer."""
+    vocab = json.loads((DEMO / "target" / "config.json").read_text())["vocab_size"]
+    attention_only(root / "target", vocab)
+    random_draft(root / "draft", vocab=vocab)
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(DEMO / "target" / file, root / "target" / file)
+    return root
 
 
 def random_weaver(path: Path) -> Path:
