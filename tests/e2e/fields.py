@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers compared field by field, for targets in float32: everything equal, log-probabilities within 0.001."""
+"""Answers compared field by field, for targets in float32: equal, log-probabilities within 0.001."""
 
 from __future__ import annotations
 
