@@ -28,7 +28,7 @@ OPTIONS = (
     "--served-model-name", MODEL, "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "4",
     "--enforce-eager", "--dtype", "bfloat16", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
     # Else a grammar of JSON allows white space without end.
-    "--structured-outputs-config", '{"disable_any_whitespace": true}',
+    "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
 )  # fmt: skip
 # Token ids in the answer, and token ids as keys of its log-probabilities.
 WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
@@ -192,14 +192,15 @@ def test_a_seed_gives_the_same_text_again(servers: Pair, references: list[Refere
 
 def test_echo_is_the_prompt_with_its_log_probabilities(servers: Pair, references: list[Reference]) -> None:
     prompt = references[0].prompt
+    text = PROMPTS["text"][0]  # only of a prompt in words is the text echoed
     ours, plain = (
-        complete(server, prompt, echo=True, logprobs=2, max_tokens=8)
+        complete(server, text, echo=True, logprobs=2, max_tokens=8)
         for server in (servers.trees, servers.plain)
     )
     check_usage(ours, len(prompt), 8)
     check_usage(plain, len(prompt), 8)
     found, expected = ours.choices[0].logprobs, plain.choices[0].logprobs
-    assert ours.choices[0].text.startswith(PROMPTS["text"][0])
+    assert ours.choices[0].text.startswith(text)
     assert len(found.tokens) == len(found.top_logprobs) == len(expected.tokens) == len(prompt) + 8
     assert found.tokens[: len(prompt)] == expected.tokens[: len(prompt)]
     assert found.token_logprobs[0] is expected.token_logprobs[0] is None
@@ -213,6 +214,7 @@ TOOL = {
     "function": {
         "name": "look_up",
         "description": "Look a name up.",
+        "strict": True,  # else the grammar allows any arguments
         "parameters": {
             "type": "object",
             "properties": {
@@ -230,7 +232,7 @@ TOOL = {
 def test_tool_calls_are_valid_and_those_of_plain_decoding(choice: str, servers: Pair) -> None:
     """Where a call must come, a grammar makes it one that fits the tool."""
     wanted = {"type": "function", "function": {"name": "look_up"}} if choice == "named" else choice
-    more = {"tools": [TOOL], "tool_choice": wanted, "max_tokens": 48, "ignore_eos": False}
+    more = {"tools": [TOOL], "tool_choice": wanted, "max_tokens": 64, "ignore_eos": False}
     messages = PROMPTS["chat"][0]
     with ThreadPoolExecutor(2) as pool:
         ours, plain = pool.map(
