@@ -46,14 +46,13 @@ def walk_case(setting: Setting, trees: Trees) -> Case:
         for node, child in zip(path, path[1:], strict=False):
             targets[r, node] = trees.tokens[r, child]
     args = (targets.flatten(), trees.query_start_loc, trees.tokens, trees.parents, trees.num_nodes, vocab)
-    counters = torch.zeros(4, dtype=torch.int64, device=setting.device)
 
     def check() -> dict[str, float]:
         got, want = (greedy_walk(*args, impl=impl) for impl in (setting.impl, "torch"))
         require_equal("greedy_walk", got, want)
         return require_equal("greedy_walk: accepted paths", got.path, trees.path)
 
-    calls = [partial(greedy_walk, *args, counters=counters, impl=setting.impl)]
+    calls = [partial(greedy_walk, *args, impl=setting.impl)]
     work = floor.greedy_walk(trees.nodes, trees.requests)
     return Case("greedy_walk", f"{trees.nodes} nodes, R={trees.requests}", work, calls, check)
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.harness import DEMO
 
 VOCAB, HIDDEN, BLOCK = 256, 64, 8
+THINKING = ("<think>", "</think>")
 
 
 def wrapper(path: Path) -> Path:
@@ -145,6 +146,24 @@ def random_draft(path: Path, max_position_embeddings: int = 1024, vocab: int = V
             weights[f"{prefix}{name}.weight"] = torch.ones(size)
     save_file(weights, path / "model.safetensors")
     return path
+
+
+def with_text(root: Path) -> Path:
+    """`attention_only` and `random_draft` in the folders `target` and `draft`, with the demo's tokenizer and
+    two more tokens, <think> and </think>."""
+    tokenizer = json.loads((DEMO / "target" / "tokenizer.json").read_text())
+    first = json.loads((DEMO / "target" / "config.json").read_text())["vocab_size"]
+    for offset, text in enumerate(THINKING):
+        tokenizer["added_tokens"].append(
+            tokenizer["added_tokens"][0] | {"id": first + offset, "content": text}
+        )
+    vocab = first + 16  # and some that no text has, as the padded end of a vocabulary
+    attention_only(root / "target", vocab)
+    random_draft(root / "draft", vocab=vocab)
+    (root / "target" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for file in ("tokenizer_config.json", "generation_config.json"):
+        shutil.copy(DEMO / "target" / file, root / "target" / file)
+    return root
 
 
 def random_weaver(path: Path) -> Path:

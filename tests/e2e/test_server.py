@@ -5,11 +5,13 @@ a client asks for or breaks off takes the engine down."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 import torch
@@ -24,7 +26,9 @@ BUDGET, DEPTH = 16, 7
 LENGTH = 32  # tokens of most answers: enough for a dozen trees
 OPTIONS = (
     "--served-model-name", MODEL, "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "4",
-    "--enforce-eager", "--dtype", "bfloat16",
+    "--enforce-eager", "--dtype", "bfloat16", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+    # Else a grammar of JSON allows white space without end.
+    "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
 )  # fmt: skip
 # Token ids in the answer, and token ids as keys of its log-probabilities.
 WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
@@ -186,6 +190,67 @@ def test_a_seed_gives_the_same_text_again(servers: Pair, references: list[Refere
     assert text(1) == first
 
 
+def test_echo_is_the_prompt_with_its_log_probabilities(servers: Pair, references: list[Reference]) -> None:
+    prompt = references[0].prompt
+    text = PROMPTS["text"][0]  # only of a prompt in words is the text echoed
+    ours, plain = (
+        complete(server, text, echo=True, logprobs=2, max_tokens=8)
+        for server in (servers.trees, servers.plain)
+    )
+    check_usage(ours, len(prompt), 8)
+    check_usage(plain, len(prompt), 8)
+    found, expected = ours.choices[0].logprobs, plain.choices[0].logprobs
+    assert ours.choices[0].text.startswith(text)
+    assert len(found.tokens) == len(found.top_logprobs) == len(expected.tokens) == len(prompt) + 8
+    assert found.tokens[: len(prompt)] == expected.tokens[: len(prompt)]
+    assert found.token_logprobs[0] is expected.token_logprobs[0] is None
+    assert found.token_logprobs[1 : len(prompt)] == pytest.approx(
+        expected.token_logprobs[1 : len(prompt)], abs=harness.TIE
+    )
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look a name up.",
+        "strict": True,  # else the grammar allows any arguments
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "kind": {"enum": ["method", "class", "module"]},
+                "lines": {"type": "integer", "minimum": 0, "maximum": 99},
+            },
+            "required": ["kind", "lines"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("choice", ["required", "named", "auto"])
+def test_tool_calls_are_valid_and_those_of_plain_decoding(choice: str, servers: Pair) -> None:
+    """Where a call must come, a grammar makes it one that fits the tool."""
+    wanted = {"type": "function", "function": {"name": "look_up"}} if choice == "named" else choice
+    more = {"tools": [TOOL], "tool_choice": wanted, "max_tokens": 64, "ignore_eos": False}
+    messages = PROMPTS["chat"][0]
+    with ThreadPoolExecutor(2) as pool:
+        ours, plain = pool.map(
+            lambda server: chat(server, messages, logprobs=True, top_logprobs=harness.TOP, **more),
+            (servers.trees, servers.plain),
+        )
+    harness.assert_identical([reference(plain)], ours.choices)
+    check_usage(ours, plain.usage.prompt_tokens, len(ours.choices[0].token_ids))
+    (answer,) = ours.choices
+    if choice == "auto":
+        assert not answer.message.tool_calls and answer.message.content
+        return
+    assert answer.message.tool_calls
+    for call in answer.message.tool_calls:
+        assert call.function.name == "look_up"
+        jsonschema.validate(json.loads(call.function.arguments), TOOL["function"]["parameters"])
+
+
 # --- lengths ---------------------------------------------------------------------------------------------
 
 
@@ -289,36 +354,71 @@ def test_a_client_that_goes_away_disturbs_nobody(servers: Pair, references: list
 
 
 def test_metrics_count_drafts_and_tokens(servers: Pair, references: list[Reference]) -> None:
+    """One request alone: the figures of speculative decoding and of trees agree with its tokens."""
+    spec, trees = "vllm:spec_decode_num_", "vllm:dflash_tfm_"
     names = {
-        "drafts": "vllm:spec_decode_num_drafts_total",
-        "nodes": "vllm:spec_decode_num_draft_tokens_total",
-        "accepted": "vllm:spec_decode_num_accepted_tokens_total",
-        "by position": "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "drafts": f"{spec}drafts_total",
+        "drafted": f"{spec}draft_tokens_total",
+        "accepted": f"{spec}accepted_tokens_total",
+        "by position": f"{spec}accepted_tokens_per_pos_total",
         "prompt": "vllm:prompt_tokens_total",
         "generated": "vllm:generation_tokens_total",
+        "nodes": f"{trees}tree_nodes_total",
+        "verifies": f"{trees}accepted_length_count",
+        "committed": f"{trees}accepted_length_sum",
+        "walks": f"{trees}accepted_depth_count",
+        "depths": f"{trees}accepted_depth_sum",
+        "paths": f"{trees}accepted_paths_total",
+        "branching": f"{trees}branching_paths_total",
+        "chains": f"{trees}chain_fallbacks_total",
     }
 
     def counts() -> dict[str, float]:
         metrics = servers.trees.metrics()
         assert set(names.values()) <= set(metrics)
+        assert metrics[f"{trees}tree_budget"] == BUDGET
         return {name: metrics[full] for name, full in names.items()}
+
+    def grown(since: dict[str, float], tokens: int) -> dict[str, float]:
+        until(
+            lambda: counts()["generated"] - since["generated"] >= tokens,
+            STOP_SECONDS,
+            "counts of the request",
+        )
+        return {name: value - since[name] for name, value in counts().items()}
 
     before = counts()
     prompt = references[1].prompt
-    answer = complete(servers.trees, prompt)
+    check_usage(complete(servers.trees, prompt), len(prompt), LENGTH)
+    found = grown(before, LENGTH)
+    assert (found["prompt"], found["generated"]) == (len(prompt), LENGTH)
+    assert 0 < found["drafts"] < LENGTH - 1  # fewer verifies than plain steps: drafts were accepted
+    assert found["verifies"] == found["walks"] == found["drafts"]
+    assert found["committed"] == LENGTH - 1  # the prefill gives the first token; nothing past the last
+    assert found["accepted"] == found["by position"] == found["depths"]
+    # Every verify but the last has a bonus token; the last has one unless the limit cut it.
+    assert found["committed"] - found["accepted"] - found["drafts"] in (0, -1)
+    assert found["accepted"] < found["nodes"] == found["drafted"] <= found["drafts"] * BUDGET
+    assert 0 <= found["branching"] <= found["paths"] <= found["drafts"]
+    assert found["chains"] == 0
+
+    before = counts()
+    complete(servers.trees, prompt, presence_penalty=1.0)
+    found = grown(before, LENGTH)
+    assert found["chains"] == found["drafts"] > 0 and found["branching"] == 0
+    chains = [
+        line
+        for line in (servers.trees.get("/metrics") or "").splitlines()
+        if "chain_fallbacks_total{" in line
+    ]
+    assert {'reason="penalty"', 'reason="grammar"'} <= {
+        part for line in chains for part in re.split("[{,}]", line)
+    }
     until(
-        lambda: counts()["generated"] - before["generated"] >= LENGTH, STOP_SECONDS, "counts of the request"
+        lambda: "Tree metrics: Tokens a verify" in servers.trees.stdout + servers.trees.stderr,
+        STOP_SECONDS,
+        "a line in the log",
     )
-    grown = {name: value - before[name] for name, value in counts().items()}
-    check_usage(answer, len(prompt), LENGTH)
-    assert grown["prompt"] == len(prompt)
-    assert grown["generated"] == LENGTH
-    assert 0 < grown["drafts"] < LENGTH - 1  # fewer verifies than plain steps: drafts were accepted
-    assert 0 < grown["accepted"] <= grown["drafts"] * DEPTH
-    assert grown["accepted"] == grown["by position"]
-    # The prefill gives the first token, a verify one more than it accepts; the last may overshoot.
-    assert LENGTH <= 1 + grown["drafts"] + grown["accepted"] <= LENGTH + DEPTH
-    assert grown["accepted"] < grown["nodes"] <= grown["drafts"] * BUDGET
 
 
 def test_interrupt_leaves_no_process_behind(servers: Pair, references: list[Reference]) -> None:

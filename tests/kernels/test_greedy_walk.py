@@ -94,7 +94,7 @@ def test_sibling_that_is_not_first(device: torch.device, impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_counters_and_given_outputs(device: torch.device, impl: str) -> None:
+def test_given_outputs(device: torch.device, impl: str) -> None:
     """A winding path, one of first children, a root alone, a request that is no tree, one without rows."""
     tokens = torch.tensor([[9, 4, 5, 6], [9, 4, 5, 6], [9, 4, 5, 6], [9, 4, 5, 6], [9, 4, 5, 6]])
     parents = torch.tensor([[-1, 0, 0, 2]] * 5, dtype=torch.int32)
@@ -105,14 +105,12 @@ def test_counters_and_given_outputs(device: torch.device, impl: str) -> None:
         torch.full((5, 4), 77, dtype=torch.int32, device=device),
         torch.full((5,), 77, dtype=torch.int32, device=device),
     )
-    counters = torch.tensor([100, 200, 300, 400], device=device)
     args = (choices, starts, tokens, parents, nodes)
-    walk = greedy_walk(*(a.to(device) for a in args), VOCAB, path=path, counters=counters, impl=impl)
+    walk = greedy_walk(*(a.to(device) for a in args), VOCAB, path=path, impl=impl)
     check(walk, [([0, 2, 3], [5, 6, 1]), ([0, 1], [4, 2]), ([0], [7])], 4)
     assert walk.path is path[0] and walk.num_path is path[1]
     assert walk.path[3:].tolist() == [[-1] * 4] * 2 and walk.num_path[3:].tolist() == [0, 0]
     assert walk.num_sampled[3:].tolist() == [1, 0] and walk.sampled_token_ids[3].tolist() == [5, -1, -1, -1]
-    assert counters.tolist() == [103, 203, 302, 401]
 
 
 @pytest.mark.parametrize("impl", IMPLS)

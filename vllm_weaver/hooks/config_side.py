@@ -36,13 +36,54 @@ def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
             config = original(self, *args, **kwargs)
         except ValidationError as error:
             raise _dictated_method(self) or one_line(error) from None
-        assert settings_of(config) is not None  # never plain DFlash in silence
+        settings = settings_of(config)
+        assert settings is not None  # never plain DFlash in silence
         checks.check_vllm_config(config)
+        setattr(config.scheduler_config, _DEPTH, min(settings.depth, settings.budget))
         if not sizes_given:
             cover_decode_batches(config)
         return config
 
     return wrapper
+
+
+# A scheduler config does not know the speculative one. This attribute tells it, in whatever process it
+# reaches, that there are trees, and how many drafts a path has at most.
+_DEPTH = "dflash_tfm_depth"
+
+
+def get_scheduler_cls(original: Callable[..., type]) -> Callable[..., type]:
+    """The scheduler of a config with trees, counting what they proposed and committed."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any) -> type:
+        scheduler, depth = original(self), getattr(self, _DEPTH, None)
+        if depth is None:
+            return scheduler
+        from vllm_weaver.spec_decode.metrics import counting_scheduler
+
+        return counting_scheduler(scheduler, depth)
+
+    return wrapper
+
+
+def spec_decoding_prom(original: type) -> type:
+    """vLLM's Prometheus metrics of speculative decoding, with those of trees."""
+    return _extended(original, "TreeProm")
+
+
+def spec_decoding_logging(original: type) -> type:
+    """vLLM's log line of speculative decoding, with one about trees."""
+    return _extended(original, "TreeLogging")
+
+
+def _extended(original: type, name: str) -> type:
+    from vllm_weaver.spec_decode import metrics
+
+    cls: type = getattr(metrics, name)
+    if not issubclass(cls, original):
+        raise TypeError(f"{original!r} is not the class that {name} extends")
+    return cls
 
 
 def _capture_sizes_given(engine_args: Any) -> bool:

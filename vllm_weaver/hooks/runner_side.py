@@ -100,3 +100,16 @@ def gdn_core_cuda(original: Callable[..., None]) -> Callable[..., None]:
         forward_core_cuda(original, self, *args, **kwargs)
 
     return wrapper
+
+
+def get_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Put the record of a step's walks on the output that goes to the scheduler."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any) -> Any:
+        output = original(self)  # waits for the copies to the host, the record's among them
+        if hasattr(self.sampler_output, "chain_reasons"):
+            output.tree_record = self.sampler_output.rows()
+        return output
+
+    return wrapper

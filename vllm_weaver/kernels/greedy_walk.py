@@ -42,11 +42,6 @@ class Walk(NamedTuple):
     """int64 [R, N]: those tokens in order, the bonus token last, padded with −1."""
 
 
-COUNTERS = ("verifies", "accepted", "nonempty_paths", "branching_paths")
-"""What a walk counts, over tree requests with rows: requests, accepted drafts, paths with an accepted draft,
-and paths through a node that is not the first child of its parent."""
-
-
 def row_argmax_reference(logits: Tensor, vocab_size: int) -> Tensor:
     """The rule of `row_argmax` in plain PyTorch."""
     rows = logits[:, :vocab_size]
@@ -60,8 +55,8 @@ def greedy_walk_reference(
     parents: Tensor,
     num_nodes: Tensor,
     vocab_size: int,
-) -> tuple[Walk, Tensor]:
-    """The rule of `greedy_walk` in plain PyTorch and its counters; N loop rounds, no host synchronisation."""
+) -> Walk:
+    """The rule of `greedy_walk` in plain PyTorch; N loop rounds, no host synchronisation."""
     num_requests, num_slots = tokens.shape
     index = torch.arange(num_slots, device=tokens.device)
     rows = row_starts[1:] - row_starts[:-1]
@@ -70,7 +65,6 @@ def greedy_walk_reference(
     path = torch.full((num_requests, num_slots), -1, dtype=torch.int32, device=tokens.device)
     sampled = torch.full((num_requests, num_slots), -1, dtype=torch.int64, device=tokens.device)
     current = torch.where(rows > 0, 0, -1)  # a request with rows always commits the root's choice
-    winds = torch.zeros(num_requests, dtype=torch.bool, device=tokens.device)
     for depth in range(num_slots):
         alive = current >= 0
         row = (row_starts[:-1] + current.clamp(min=0)).clamp(0, max(0, len(target_ids) - 1)).to(torch.int64)
@@ -80,15 +74,12 @@ def greedy_walk_reference(
         sampled[:, depth] = torch.where(alive, choice, -1)
         below = reachable & (index > 0) & (parents == current.unsqueeze(1))
         child = torch.where(below & (tokens == choice.unsqueeze(1)), index, num_slots).amin(1)
-        winds |= alive & (child < num_slots) & (child != torch.where(below, index, num_slots).amin(1))
         current = torch.where(alive & (child < num_slots), child, -1)
     num_sampled = (path >= 0).sum(1).to(torch.int32)
     is_tree = num_nodes > 0
     num_path = torch.where(is_tree, num_sampled, 0)
-    accepted = (num_path - 1).clamp(min=0)
-    counts = [(num_path > 0).sum(), accepted.sum(), (accepted > 0).sum(), (winds & is_tree).sum()]
     path = path.masked_fill(~is_tree[:, None], -1)
-    return Walk(path, num_path, num_sampled, sampled), torch.stack(counts)
+    return Walk(path, num_path, num_sampled, sampled)
 
 
 @triton.jit
@@ -142,7 +133,6 @@ def _greedy_walk_kernel(
     num_path_ptr,  # [R] out
     num_sampled_ptr,  # [R] out
     sampled_ptr,  # [R, N] out
-    counters_ptr,  # [4] added to
     tokens_stride,
     parents_stride,
     vocab_size,
@@ -163,7 +153,6 @@ def _greedy_walk_kernel(
     sampled = tl.full((BLOCK,), -1, tl.int64)
     current = tl.where(count > 0, 0, -1)  # a request with rows always commits the root's choice
     depth = tl.full((), 0, tl.int32)
-    winds = tl.full((), 0, tl.int32)
     while current >= 0:
         choice = tl.load(target_ids_ptr + start + current)
         choice = tl.where((choice >= 0) & (choice < vocab_size), choice, 0)
@@ -171,8 +160,6 @@ def _greedy_walk_kernel(
         sampled = tl.where(index == depth, choice, sampled)
         below = reachable & (parent == current)
         child = tl.min(tl.where(below & (token == choice), index, BLOCK), axis=0)
-        first = tl.min(tl.where(below, index, BLOCK), axis=0)
-        winds |= ((child < BLOCK) & (child != first)).to(tl.int32)
         current = tl.where(child < BLOCK, child, -1)
         depth += 1
     is_tree = num_nodes > 0
@@ -181,11 +168,6 @@ def _greedy_walk_kernel(
     tl.store(sampled_ptr + request * N + index, sampled, mask=index < N)
     tl.store(num_path_ptr + request, num_path)
     tl.store(num_sampled_ptr + request, depth)
-    if num_path > 0:
-        tl.atomic_add(counters_ptr, 1)
-        tl.atomic_add(counters_ptr + 1, num_path - 1)
-        tl.atomic_add(counters_ptr + 2, (num_path > 1).to(tl.int32))
-        tl.atomic_add(counters_ptr + 3, winds)
 
 
 def row_argmax(logits: Tensor, vocab_size: int | None = None, *, impl: Impl = "auto") -> Tensor:
@@ -225,7 +207,6 @@ def greedy_walk(
     vocab_size: int,
     *,
     path: tuple[Tensor, Tensor] | None = None,
-    counters: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Walk:
     """Follows the target's choices through the tree of every request.
@@ -234,8 +215,7 @@ def greedy_walk(
     row_starts int32 or int64 [R + 1], ascending; tokens int64 [R, N], parents int32 [R, N], num_nodes int32
     [R], 0 for a request that is no tree: it commits its first row's choice. A request with more rows than
     nodes uses the first ones. `path`: where to write path int32 [R, N] and num_path int32 [R], contiguous
-    (new tensors by default); `counters` int64 [4]: what to add the `COUNTERS` to. `ValueError` for wrong
-    shapes, dtypes or devices."""
+    (new tensors by default). `ValueError` for wrong shapes, dtypes or devices."""
     num_requests, num_slots = tokens.shape
     device = tokens.device
     expect("target_ids", target_ids, (None,), device=device, dtypes=(torch.int64,))
@@ -251,12 +231,8 @@ def greedy_walk(
             torch.empty(num_requests, dtype=torch.int32, device=device),
         )
     expect_indices(device, ("path", path[0], (num_requests, num_slots)), ("path", path[1], (num_requests,)))
-    if counters is None:
-        counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
-    expect("counters", counters, (len(COUNTERS),), device=device, dtypes=(torch.int64,))
     if not use_triton(tokens, impl):
-        walk, counts = greedy_walk_reference(target_ids, row_starts, tokens, parents, num_nodes, vocab_size)
-        counters += counts
+        walk = greedy_walk_reference(target_ids, row_starts, tokens, parents, num_nodes, vocab_size)
         path[0].copy_(walk.path)
         path[1].copy_(walk.num_path)
         return walk._replace(path=path[0], num_path=path[1])
@@ -273,7 +249,6 @@ def greedy_walk(
             parents,
             num_nodes.contiguous(),
             *walk,
-            counters,
             tokens.stride(0),
             parents.stride(0),
             vocab_size,

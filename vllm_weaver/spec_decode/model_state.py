@@ -32,6 +32,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_weaver.config import settings_of
 from vllm_weaver.spec_decode import attention, gdn
+from vllm_weaver.spec_decode.metrics import reason_masks
 from vllm_weaver.spec_decode.sampler import TreeVerifier
 from vllm_weaver.spec_decode.state_slots import StateSlots
 from vllm_weaver.spec_decode.step import LayerTrees, TreeStep, layer_trees
@@ -104,17 +105,15 @@ class TreeStateMixin:
         self._verifier = TreeVerifier(sampler, speculative_config, self.step)
         return sampler, self._verifier
 
-    def _restricted(self, input_batch: InputBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Two bool [num_reqs]: requests that must decode without drafts, and those that need a chain.
+    def _chain_reasons(self, input_batch: InputBatch) -> np.ndarray:
+        """uint8 [num_reqs]: why a request's trees are chains, as a mask of `CHAIN_REASONS`; 0 for real trees.
 
         vLLM processes logits with the tokens before a row, and masks them by a grammar, taking the row above
-        for the token before. That is right for chains; of custom processors not even that is known.
+        for the token before. That is right for chains.
         """
         index = input_batch.idx_mapping_np[: input_batch.num_reqs]
-        if self._verifier is None:
-            return np.zeros(index.shape, dtype=bool), np.zeros(index.shape, dtype=bool)
-        chains = self._structured[index] | self._verifier.history_dependent(index)
-        return self._verifier.custom(index), chains
+        reasons = {} if self._verifier is None else self._verifier.history_dependent(index)
+        return reason_masks({"grammar": self._structured[index], **reasons})
 
     # --- a step -----------------------------------------------------------------------------------------
 
@@ -132,7 +131,7 @@ class TreeStateMixin:
         """vLLM's metadata, with the step's trees attached to every target layer."""
         dummy = not input_batch.prefill_len_np.any()  # no real request has an empty prompt
         req_states = None if dummy else self._req_states
-        is_tree = self.step.begin(input_batch, req_states, self.trees, *self._restricted(input_batch))
+        is_tree = self.step.begin(input_batch, req_states, self.trees, self._chain_reasons(input_batch))
         self._step_batch = input_batch
         if input_batch.prefill_runs_as_decode_np is not None:
             # vLLM's own metadata must split the batch as we do; this is the field that it consults for that.

@@ -9,21 +9,68 @@ rejection sampler: accepted tokens and the bonus token, in chain order.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import SpeculativeConfig
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_weaver.kernels.gather_rows import gather_rows
-from vllm_weaver.kernels.greedy_walk import greedy_walk
+from vllm_weaver.kernels.greedy_walk import Walk, greedy_walk
+from vllm_weaver.kernels.walk_record import record_walks
 from vllm_weaver.spec_decode.step import TreeStep
+
+
+@dataclass(kw_only=True)
+class TreeSamplerOutput(SamplerOutput):
+    """A sampler output with what the walks were like. It goes to the host on the stream that vLLM's copies of
+    the output wait for: when these have arrived, so has the record.
+
+    record: int32 [R, 2], see `kernels.walk_record`. chain_reasons: uint8 [R], see `metrics.CHAIN_REASONS`.
+    """
+
+    record: Tensor
+    chain_reasons: np.ndarray
+
+    def rows(self) -> list[tuple[int, int, int]]:
+        """Nodes proposed, depth of branching and chain reasons of each request, once the copies are there."""
+        pairs = zip(self.record.tolist(), self.chain_reasons.tolist(), strict=True)
+        return [(nodes, branched, reasons) for (nodes, branched), reasons in pairs]
+
+
+class CustomProcessor(LogitsProcessor):
+    """A custom logits processor of the user's, and a note of the requests that it changes logits of."""
+
+    def __init__(self, inner: LogitsProcessor, max_num_reqs: int) -> None:
+        self.inner = inner
+        self.acts = np.zeros(max_num_reqs, dtype=bool)
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """The processor's own answer, noted under the request's state index."""
+        self.acts[req_idx] = acts = bool(self.inner.add_request(req_idx, sampling_params))
+        return acts
+
+    def apply_staged_writes(self) -> None:
+        """As the processor."""
+        self.inner.apply_staged_writes()
+
+    def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
+        """As the processor."""
+        return self.inner.apply(logits, ctx)
 
 
 class TreeVerifier(RejectionSampler):
@@ -32,25 +79,34 @@ class TreeVerifier(RejectionSampler):
     def __init__(self, sampler: Sampler, speculative_config: SpeculativeConfig, step: TreeStep) -> None:
         super().__init__(sampler, speculative_config, step.device)
         self.step = step
+        known = (LogitBiasState, PenaltiesState, BadWordsState)
+        max_num_reqs = len(sampler.needs_logits_processing)
+        sampler.logits_processors = [
+            processor if isinstance(processor, known) else CustomProcessor(processor, max_num_reqs)
+            for processor in sampler.logits_processors
+        ]
 
-    def history_dependent(self, index: np.ndarray) -> np.ndarray:
-        """bool [len(index)]: requests (by state index) whose logits vLLM's own processors change with the
-        tokens before a row, which they take from the rows above; on a tree that is another branch."""
+    def history_dependent(self, index: np.ndarray) -> dict[str, np.ndarray]:
+        """Which requests, by state index, need rows that follow one another, and why: bool [len(index)] by
+        reason.
+
+        Their logits depend on the tokens before a row. vLLM's processors take these from the rows above, as
+        its interface tells custom processors to (`LogitsContext`: committed tokens from the request states,
+        drafts from `input_ids`): right for a chain; on a tree the row above is another branch. A custom
+        processor that declined the request in `add_request` does not count.
+        """
         sampler = self.sampler
-        needs = sampler.penalties_state.use_penalty[index].copy()
-        for processor in sampler.logits_processors:
-            counts = getattr(processor, "num_bad_words", None)
-            if counts is not None:
-                needs |= counts.np[index] > 0
+        reasons = {"penalty": sampler.penalties_state.use_penalty[index]}
+        nobody = np.zeros(index.shape, dtype=bool)
+        words = [
+            p.num_bad_words.np[index] > 0 for p in sampler.logits_processors if isinstance(p, BadWordsState)
+        ]
+        reasons["bad_words"] = np.logical_or.reduce([nobody, *words])
         thinking = sampler.thinking_budget_state
-        return needs | thinking.use_thinking_budget[index] if thinking.enabled else needs
-
-    def custom(self, index: np.ndarray) -> np.ndarray:
-        """bool [len(index)]: requests (by state index) that a custom processor may look at."""
-        known = {"LogitBiasState", "PenaltiesState", "BadWordsState"}
-        if all(type(processor).__name__ in known for processor in self.sampler.logits_processors):
-            return np.zeros(index.shape, dtype=bool)
-        return self.sampler.needs_logits_processing[index].copy()
+        reasons["thinking_budget"] = thinking.use_thinking_budget[index] if thinking.enabled else nobody
+        custom = [p.acts[index] for p in sampler.logits_processors if isinstance(p, CustomProcessor)]
+        reasons["custom_processor"] = np.logical_or.reduce([nobody, *custom])
+        return reasons
 
     def __call__(
         self,
@@ -68,7 +124,7 @@ class TreeVerifier(RejectionSampler):
         step, sampler = self.step, self.sampler
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         vocab_size = logits.shape[1]
-        num_logprobs = sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
+        logprobs_dims = sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         rows = input_batch.logits_indices
         chosen, processed = sampler.sample(
             logits,
@@ -79,7 +135,7 @@ class TreeVerifier(RejectionSampler):
             input_batch.input_ids[rows],
             input_batch.expanded_local_pos,
             input_batch.seq_lens_cpu_upper_bound.numpy(),
-            return_logprobs=num_logprobs != NO_LOGPROBS,
+            return_logprobs=logprobs_dims is not None,
         )
         row_starts = input_batch.cu_num_logits[: step.num_reqs + 1]
         walk = greedy_walk(
@@ -90,18 +146,13 @@ class TreeVerifier(RejectionSampler):
             step.num_nodes,
             vocab_size,
             path=(step.path, step.num_path),
-            counters=step.stats.totals,
         )
+        record = record_walks(step.path, step.num_path, step.parents, step.num_nodes, step.stats.totals)
         step.drafts_verified = True
         logprobs = None
-        if num_logprobs != NO_LOGPROBS:
+        if logprobs_dims is not None:
             scored = processed if sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES else logits
-            scored = scored.clone()  # rows are moved along the paths, the caller keeps its own
-            gather_rows(scored, row_starts, walk.path)
-            logprobs = self._get_logprobs_tensors(
-                walk.sampled_token_ids, walk.num_sampled, scored, input_batch.cu_num_logits,
-                input_batch.cu_num_logits_np, num_logprobs,
-            )  # fmt: skip
+            logprobs = self._logprobs(walk, scored, input_batch, row_starts, logprobs_dims)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             walk.num_sampled,
             input_batch.seq_lens,
@@ -109,13 +160,38 @@ class TreeVerifier(RejectionSampler):
             input_batch.idx_mapping,
             sampler.req_states.prefill_len.gpu,
         )
-        return SamplerOutput(
+        return TreeSamplerOutput(
+            record=record.to("cpu", non_blocking=True),
+            chain_reasons=step.chain_reasons,
             sampled_token_ids=walk.sampled_token_ids,
             logprobs_tensors=logprobs,
             num_nans=num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
             sampling_mask_tensors=None,
+        )
+
+    def _logprobs(
+        self, walk: Walk, logits: Tensor, input_batch: InputBatch, row_starts: Tensor, dims: tuple[int, int]
+    ) -> LogprobsTensors:
+        """Log-probabilities of the committed tokens, in the rows of a chain. (Upstream's method for chains
+        knows no `logprob_token_ids`.) dims: top log-probabilities and token ids, at most, of a request."""
+        num_logprobs, max_token_ids = dims
+        scored = logits.clone()  # rows are moved along the paths, the caller keeps its own
+        gather_rows(scored, row_starts, walk.path)
+        index = torch.arange(len(scored), device=scored.device)
+        request = torch.searchsorted(row_starts[1:].contiguous(), index, right=True)
+        within = (index - row_starts[request]).clamp(max=walk.sampled_token_ids.shape[1] - 1)
+        committed = walk.sampled_token_ids[request, within].clamp(min=0)  # rows past the path are not read
+        return compute_topk_scores(
+            scored,
+            num_logprobs,
+            committed,
+            input_batch.cu_num_logits_np.tolist(),
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=input_batch.expanded_idx_mapping,
+            max_per_req_token_ids=max_token_ids,
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
 
     def _usable_tokens(self, row_starts: Tensor, invalid_drafts: Tensor | None) -> Tensor:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_weaver.kernels.greedy_walk import COUNTERS
 from vllm_weaver.kernels.tree_step import StepArrays, fill_step
+from vllm_weaver.kernels.walk_record import COUNTERS
 from vllm_weaver.spec_decode.tree import TreeBuffers
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def tree_requests(input_batch: InputBatch, budget: int) -> np.ndarray:
 
 @dataclass
 class TreeStats:
-    """Counters since start: `totals` int64 [4] on the device, see `kernels.greedy_walk.COUNTERS`."""
+    """Counters since start: `totals` int64 [4] on the device, see `kernels.walk_record.COUNTERS`."""
 
     totals: Tensor
 
@@ -67,6 +67,7 @@ class TreeStep:
         num_rows: rows up to the end of the last tree. num_tokens: rows, padding included.
         drafts_verified: whether the walk has run.
         chain_only int32 [max R]: requests whose next tree must be a chain, in batch order.
+        chain_reasons uint8 [R], on the host: why, as given to `begin`.
     """
 
     tokens: Tensor
@@ -84,6 +85,7 @@ class TreeStep:
         self._arrays = StepArrays.allocate(max_num_reqs, budget + 1, device)
         self._limits = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self.chain_only = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self.chain_reasons = np.zeros(0, dtype=np.uint8)
         self._some_chains = False
         self._nothing_computed = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
@@ -115,8 +117,7 @@ class TreeStep:
         input_batch: InputBatch,
         req_states: RequestState | None,
         trees: TreeBuffers,
-        root_only: np.ndarray,
-        chain_only: np.ndarray,
+        chain_reasons: np.ndarray,
     ) -> np.ndarray:
         """Fill the step from the batch and the stored trees; returns `tree_requests`.
 
@@ -125,8 +126,8 @@ class TreeStep:
             req_states: the runner's request states, or None in a dummy run (every request is then cut to its
             root).
             trees: the trees that the speculator left, by request state index.
-            root_only: bool [num_reqs], requests whose drafts must not be looked at.
-            chain_only: bool [num_reqs], requests whose next tree must be a chain.
+            chain_reasons: uint8 [num_reqs], not 0 for requests whose trees must be chains; see
+            `metrics.CHAIN_REASONS`.
         """
         from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -143,14 +144,15 @@ class TreeStep:
 
         drafts = input_batch.num_draft_tokens_per_req
         limits = np.zeros(padded, dtype=np.int32)
-        limits[:num_reqs] = 1 if drafts is None or req_states is None else np.where(root_only, 1, drafts + 1)
+        limits[:num_reqs] = 1 if drafts is None or req_states is None else drafts + 1
         limits[:num_reqs][~is_tree] = 0
         async_tensor_h2d(limits, out=self._limits[:padded])
-        if chain_only.any() or self._some_chains:  # else all of it is 0 already
+        self.chain_reasons = chain_reasons
+        if chain_reasons.any() or self._some_chains:  # else all of it is 0 already
             flags = np.zeros(len(self.chain_only), dtype=np.int32)
-            flags[:num_reqs] = chain_only
+            flags[:num_reqs] = chain_reasons != 0
             async_tensor_h2d(flags, out=self.chain_only)
-            self._some_chains = bool(chain_only.any())
+            self._some_chains = bool(chain_reasons.any())
         computed = prefill_len = self._nothing_computed
         if req_states is not None:
             computed, prefill_len = req_states.num_computed_tokens.gpu, req_states.prefill_len.gpu
