@@ -406,7 +406,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--budget", type=int, default=16, help="nodes of a tree")
     made.add_argument("--blocks", type=int, help="blocks of the KV cache (default: too few for all)")
     made.add_argument("--chunk", type=int, default=48, help="--long-prefill-token-threshold")
-    made.add_argument("--target", choices=["random", "demo"], help="demo on a GPU (default random)")
+    made.add_argument(
+        "--target",
+        choices=["random", "demo"],
+        help="default: demo on a GPU, random elsewhere; random is for the CPU",
+    )
     made.add_argument("--graphs", action="store_true", help="CUDA graphs for decode steps")
     for name, text in (
         ("prefix-caching", "automatic prefix caching (default on)"),
