@@ -104,7 +104,7 @@ def setting(arguments: argparse.Namespace, folder: Path) -> Setting:
         plugin.register()  # where the package is not installed there is no entry point
         common |= {
             "gpu_memory_utilization": 0.2,
-            "attention_backend": "TRITON_ATTN" if exact else "FLASH_ATTN",
+            "attention_backend": "FLASH_ATTN",
             "additional_config": {"gdn_prefill_backend": "triton"},
         }
     if not exact:
@@ -406,8 +406,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--budget", type=int, default=16, help="nodes of a tree")
     made.add_argument("--blocks", type=int, help="blocks of the KV cache (default: too few for all)")
     made.add_argument("--chunk", type=int, default=48, help="--long-prefill-token-threshold")
-    made.add_argument("--target", choices=["random", "demo"], help="default: demo on a GPU, random elsewhere")
-    made.add_argument("--graphs", action="store_true", help="CUDA graphs for decode steps (demo target)")
+    made.add_argument(
+        "--target",
+        choices=["random", "demo"],
+        help="default: demo on a GPU, random elsewhere; random is for the CPU",
+    )
+    made.add_argument("--graphs", action="store_true", help="CUDA graphs for decode steps")
     for name, text in (
         ("prefix-caching", "automatic prefix caching (default on)"),
         ("async-scheduling", "asynchronous scheduling (default on)"),

@@ -155,7 +155,7 @@ def test_hits_are_those_of_plain_decoding(hybrid: Any, plain: Plain) -> None:
     assert found == [0, BLOCK, 0, BLOCK]
     first, second = plain.references
     goes_on = harness.Reference((), first.tokens[BEFORE + 4 :], first.logprobs[BEFORE + 4 :])
-    harness.assert_identical([first, goes_on, second, second], outputs)
+    harness.assert_identical([first, goes_on, second, second], outputs, max_ties=2)  # the second twice
 
 
 def test_drafts_are_as_good_after_a_hit(hybrid: Any, plain: Plain) -> None:
