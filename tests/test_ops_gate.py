@@ -101,7 +101,7 @@ def test_a_server_that_is_not_there_fails_the_first_check_only() -> None:
 
 def test_a_slow_first_request_is_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "HANG_HINT_SECONDS", 0.3)
-    with serving(Stub(right, first_delay=1.2)) as stub:
+    with serving(Stub(right, first_delay=2.0)) as stub:
         said: list[str] = []
         gate = Gate(Server(stub.url), EXPECTED, first_timeout=30, say=said.append)
         detail = checks.first_generation(gate)

@@ -115,7 +115,7 @@ def first_generation(gate: Gate) -> str:
     if not first.text.strip() or not first.tokens:
         raise CheckFailed(f"an answer of {first.tokens} tokens without text")
     second = gate.ask(gate.first_prompt, 16)
-    compiled = first.seconds > 5 * second.seconds + 1
+    compiled = first.seconds > 3 * second.seconds + 1
     once = " (the first compiled kernels, once)" if compiled else ""
     return f"{first.tokens} tokens in {first.seconds:.1f} s, then in {second.seconds:.1f} s{once}"
 
