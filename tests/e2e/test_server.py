@@ -33,7 +33,7 @@ OPTIONS = (
 # Token ids in the answer, and token ids as keys of its log-probabilities.
 WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 # Keys of a request that are vLLM's own.
-OURS = ("ignore_eos", "min_p", "repetition_penalty", "response_format", "top_k")
+OURS = ("ignore_eos", "logprob_token_ids", "min_p", "repetition_penalty", "response_format", "top_k")
 PROMPTS = json.loads((DEMO / "prompts.json").read_text())
 
 
@@ -55,11 +55,16 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    """Token ids of four held-out prompts."""
+def tokenizer() -> Any:
+    """The demo's tokenizer."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+    return Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Any) -> list[list[int]]:
+    """Token ids of four held-out prompts."""
     return [tokenizer.encode(text).ids for text in PROMPTS["text"][:4]]
 
 
@@ -192,9 +197,10 @@ def test_a_seed_gives_the_same_text_again(servers: Pair, references: list[Refere
 
 def test_echo_is_the_prompt_with_its_log_probabilities(servers: Pair, references: list[Reference]) -> None:
     prompt = references[0].prompt
-    text = PROMPTS["text"][0]  # only of a prompt in words is the text echoed
+    text = PROMPTS["text"][0]
+    extra = {"ignore_eos": True, "return_tokens_as_token_ids": True}  # beside token ids no text is echoed
     ours, plain = (
-        complete(server, text, echo=True, logprobs=2, max_tokens=8)
+        complete(server, text, echo=True, logprobs=2, max_tokens=8, extra_body=extra)
         for server in (servers.trees, servers.plain)
     )
     check_usage(ours, len(prompt), 8)
@@ -229,10 +235,20 @@ TOOL = {
 
 
 @pytest.mark.parametrize("choice", ["required", "named", "auto"])
-def test_tool_calls_are_valid_and_those_of_plain_decoding(choice: str, servers: Pair) -> None:
+def test_tool_calls_are_valid_and_those_of_plain_decoding(choice: str, servers: Pair, tokenizer: Any) -> None:
     """Where a call must come, a grammar makes it one that fits the tool."""
     wanted = {"type": "function", "function": {"name": "look_up"}} if choice == "named" else choice
-    more = {"tools": [TOOL], "tool_choice": wanted, "max_tokens": 64, "ignore_eos": False}
+    # The grammar of a call allows white space without end.
+    blank = {
+        str(id): -100 for id in range(tokenizer.get_vocab_size()) if not tokenizer.decode([id], False).strip()
+    }
+    more = {
+        "tools": [TOOL],
+        "tool_choice": wanted,
+        "max_tokens": 64,
+        "ignore_eos": False,
+        "logit_bias": blank,
+    }
     messages = PROMPTS["chat"][0]
     with ThreadPoolExecutor(2) as pool:
         ours, plain = pool.map(
@@ -242,7 +258,7 @@ def test_tool_calls_are_valid_and_those_of_plain_decoding(choice: str, servers: 
     harness.assert_identical([reference(plain)], ours.choices)
     check_usage(ours, plain.usage.prompt_tokens, len(ours.choices[0].token_ids))
     (answer,) = ours.choices
-    if choice == "auto":
+    if choice == "auto":  # here the model is not made to call
         assert not answer.message.tool_calls and answer.message.content
         return
     assert answer.message.tool_calls
@@ -290,6 +306,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "frequency penalty": {"frequency_penalty": 1.5},
     "repetition penalty": {"repetition_penalty": 1.3},
     "logprobs": {"logprobs": 3},
+    "log-probabilities of given tokens": {"logprobs": 3, "logprob_token_ids": [9, 30, 6]},
     "two choices": {"n": 2, "temperature": 0.8, "seed": 3},
     "JSON": {"response_format": {"type": "json_object"}},
     "top-k and top-p": {"temperature": 0.8, "seed": 3, "top_k": 20, "top_p": 0.9},
