@@ -129,9 +129,9 @@ class WeaverSpeculativeConfig(SpeculativeConfig):
     candidate_pool_size: int | None = None
     """Candidates a draft position; the proposal's own default where unset."""
     tree_verify: TreeVerify | None = None
-    """How requests with a temperature are verified: 'target_only' (default) gives the text that plain decoding
-    gives with the same seed, 'traversal' accepts more tokens a step, with the same distribution but not the
-    same text. Greedy requests are not affected."""
+    """How requests with a temperature are verified: 'target_only' (default) gives the text of plain decoding
+    with the same seed, 'traversal' accepts more tokens a step, of the same distribution, but not the same
+    text. Greedy requests are not affected."""
     weaver_settings: SkipValidation[WeaverSettings | None] = None
     """Set while the config is built; see vllm_weaver.config.settings_of."""
 

@@ -138,9 +138,7 @@ def _bonus_rows_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(final_rows_ptr + request)
     inside = column < vocab_size
-    logit = tl.load(
-        logits_ptr + row * logits_stride + column, mask=inside & (row >= 0), other=float("-inf")
-    )
+    logit = tl.load(logits_ptr + row * logits_stride + column, mask=inside & (row >= 0), other=float("-inf"))
     count = tl.load(num_excluded_ptr + request)
     at = tl.full((), 0, tl.int32)
     while at < count:

@@ -126,7 +126,7 @@ def traversal_walk_reference(
     noise: Noise,
 ) -> TraversalEnd:
     """The rule in plain PyTorch, with logprobs [R, N], is_greedy bool [R] and the noise in batch order; 2·N
-    rounds, no host synchronisation."""
+    rounds. Synchronises with the host."""
     num_requests, num_slots = tokens.shape
     device, vocab_size = tokens.device, logits.shape[1]
     index = torch.arange(num_slots, device=device)
@@ -146,9 +146,10 @@ def traversal_walk_reference(
     def at(values: Tensor, node: Tensor) -> Tensor:
         return values.gather(1, node[:, None])[:, 0]
 
-    accept = torch.zeros(num_requests, num_slots, device=device)  # a(v) p-scale of a node
-    accept[:, 0] = 1
-    lost = torch.zeros_like(accept)
+    # `scale`: what p is multiplied with off the children; a(v) at first, then divided like the masses.
+    scale = torch.zeros(num_requests, num_slots, device=device)
+    scale[:, 0] = 1
+    lost = torch.zeros_like(scale)
     mass = torch.where(parent == 0, probability, 0)
     done = ~reachable
     current = torch.zeros(num_requests, dtype=torch.int64, device=device)
@@ -161,7 +162,7 @@ def traversal_walk_reference(
         count = (kids & known).sum(1)
         support = statistics.support[row] if len(logits) else count
         outside = (1 - torch.where(kids, probability, 0).sum(1)).clamp(min=_TINY)
-        outside = torch.where((support > 0) & (support <= count), 0, outside) * at(accept, current)
+        outside = torch.where((support > 0) & (support <= count), 0, outside) * at(scale, current)
         lost_here = at(lost, current)
         opened = left.any(1)
 
@@ -190,11 +191,9 @@ def traversal_walk_reference(
         here, there = index == current[:, None], index == child[:, None]
         enter = (going & opened)[:, None]
         mass = torch.where(enter & others, owed / total[:, None], mass)
-        mass = torch.where(
-            enter & reachable & (parent == child[:, None]), ratio[:, None] * probability, mass
-        )
-        accept = torch.where(enter & here, accept / total[:, None], accept)
-        accept = torch.where(enter & there, ratio[:, None], accept)
+        mass = torch.where(enter & reachable & (parent == child[:, None]), ratio[:, None] * probability, mass)
+        scale = torch.where(enter & here, scale / total[:, None], scale)
+        scale = torch.where(enter & there, ratio[:, None], scale)
         lost = torch.where(enter & here, lost / total[:, None], lost)
         lost = torch.where(enter & there, miss[:, None], lost)
         done = done | (enter & there)
@@ -217,12 +216,6 @@ def traversal_walk_reference(
         node = torch.where(moving, at(parent, node), node)
     final_rows = torch.where(final >= 0, start + final, -1)
     return TraversalEnd(final_rows, excluded, names.sum(1).to(torch.int32))
-
-
-@triton.jit
-def _pick(values, index, at):
-    """values[at]"""
-    return tl.sum(tl.where(index == at, values, 0.0), axis=0)
 
 
 @triton.jit
@@ -271,12 +264,11 @@ def _traversal_walk_kernel(
     parent = tl.load(parents_ptr + index, mask=reachable, other=-1)
     token = tl.load(tokens_ptr + request * tokens_stride + index, mask=reachable, other=-1)
     above = start + tl.maximum(parent, 0)
-    known = reachable & (token >= 0) & (token < vocab_size)
-    named = known
-    logit = tl.load(logits_ptr + above * logits_stride + tl.maximum(token, 0), mask=known, other=float("-inf"))
-    logit = logit.to(tl.float32)
+    named = reachable & (token >= 0) & (token < vocab_size)
+    at = above * logits_stride + tl.maximum(token, 0)
+    logit = tl.load(logits_ptr + at, mask=named, other=float("-inf")).to(tl.float32)
     logit = tl.minimum(tl.where(logit == logit, logit, float("-inf")), LARGEST)
-    known = known & (logit > float("-inf"))
+    known = named & (logit > float("-inf"))
     logsumexp = tl.load(logsumexp_ptr + above, mask=known, other=0.0)
     probability = tl.where(known, tl.exp(tl.minimum(tl.where(known, logit, 0.0) - logsumexp, 0.0)), 0.0)
     score = tl.load(logprobs_ptr + state * N + index, mask=reachable, other=0.0)
@@ -293,8 +285,8 @@ def _traversal_walk_kernel(
     order_noise = -tl.log(-tl.log(uniform))
     accept_noise = (second >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
 
-    accept = tl.where(index == 0, 1.0, 0.0)
-    lost = tl.where(index == 0, 0.0, 0.0)
+    scale = tl.where(index == 0, 1.0, 0.0)
+    lost = tl.zeros((BLOCK,), tl.float32)
     mass = tl.where(reachable & (parent == 0), probability, 0.0)
     done = tl.where(reachable, 0, 1)
     current = tl.where(rows > 0, 0, -1)
@@ -306,8 +298,10 @@ def _traversal_walk_kernel(
         count = tl.sum((kids & known).to(tl.int32), axis=0)
         support = tl.load(support_ptr + start + current)
         outside = tl.maximum(1.0 - tl.sum(tl.where(kids, probability, 0.0), axis=0), TINY)
-        outside = tl.where((support > 0) & (support <= count), 0.0, outside) * _pick(accept, index, current)
-        lost_here = _pick(lost, index, current)
+        outside = tl.where((support > 0) & (support <= count), 0.0, outside) * tl.sum(
+            tl.where(index == current, scale, 0.0), axis=0
+        )
+        lost_here = tl.sum(tl.where(index == current, lost, 0.0), axis=0)
         opened = tl.max(left.to(tl.int32), axis=0) > 0
 
         # Another child: what the node's state will be if the child is rejected, and the child's own.
@@ -320,7 +314,10 @@ def _traversal_walk_kernel(
         others = left & (index != child)
         owed = tl.where(others, tl.maximum(mass - proposal, 0.0), 0.0)
         total = lost_here + outside + tl.sum(owed, axis=0)
-        m, q = _pick(mass, index, child), _pick(proposal, index, child)
+        m, q = (
+            tl.sum(tl.where(index == child, mass, 0.0), axis=0),
+            tl.sum(tl.where(index == child, proposal, 0.0), axis=0),
+        )
         sure = (m >= q) | ((total <= 0) & (m > 0))
         ratio = tl.where(sure, 1.0, m / tl.maximum(q, TINY))
         miss = tl.where(sure, 0.0, (q - m) / tl.maximum(q, TINY))
@@ -328,15 +325,17 @@ def _traversal_walk_kernel(
 
         # No child left: the node itself.
         chosen = (current == 0) | (lost_here <= 0)
-        chosen = chosen | (_pick(accept_noise, index, current) * (outside + lost_here) < outside)
+        chosen = chosen | (
+            tl.sum(tl.where(index == current, accept_noise, 0.0), axis=0) * (outside + lost_here) < outside
+        )
         chosen = chosen & (opened == 0)
         final = tl.where(chosen, current, final)
         spare = tl.where(chosen & (support > count), 1, spare)
 
         mass = tl.where(opened & others, owed / total, mass)
         mass = tl.where(opened & reachable & (parent == child), ratio * probability, mass)
-        accept = tl.where(opened & (index == current), accept / total, accept)
-        accept = tl.where(opened & (index == child), ratio, accept)
+        scale = tl.where(opened & (index == current), scale / total, scale)
+        scale = tl.where(opened & (index == child), ratio, scale)
         lost = tl.where(opened & (index == current), lost / total, lost)
         lost = tl.where(opened & (index == child), miss, lost)
         done = tl.where(opened & (index == child), 1, done)
@@ -345,10 +344,13 @@ def _traversal_walk_kernel(
         current = tl.where(chosen, -1, tl.where(opened, below, up))
 
     names = named & (parent == final) & (spare > 0)
-    place = tl.cumsum(names.to(tl.int32), axis=0) - 1
-    num_names = tl.sum(names.to(tl.int32), axis=0)
-    tl.store(excluded_ptr + request * N + index, tl.full((BLOCK,), -1, tl.int64), mask=(index < N) & (index >= num_names))
-    tl.store(excluded_ptr + request * N + place, token, mask=names)
+    picked = tl.where(names, 1, 0)
+    place = tl.cumsum(picked, axis=0) - 1
+    num_names = tl.sum(picked, axis=0)
+    excluded_ptr += request * N
+    unused = (index >= num_names) & (index < N)
+    tl.store(excluded_ptr + index, tl.full((BLOCK,), -1, tl.int64), mask=unused)
+    tl.store(excluded_ptr + place, token, mask=picked > 0)
     tl.store(num_excluded_ptr + request, num_names)
     tl.store(final_rows_ptr + request, tl.where(final >= 0, start + final, -1))
     node = final
