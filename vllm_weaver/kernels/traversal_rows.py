@@ -138,7 +138,9 @@ def _bonus_rows_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(final_rows_ptr + request)
     inside = column < vocab_size
-    logit = tl.load(logits_ptr + row * logits_stride + column, mask=inside & (row >= 0), other=float("-inf"))
+    at = tl.maximum(row, 0) * logits_stride + column
+    logit = tl.load(logits_ptr + at, mask=inside, other=float("-inf"))
+    logit = tl.where(row >= 0, logit, float("-inf"))
     count = tl.load(num_excluded_ptr + request)
     at = tl.full((), 0, tl.int32)
     while at < count:
