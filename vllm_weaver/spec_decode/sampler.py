@@ -4,10 +4,10 @@
 From the root the walk goes to the child that holds the node's chosen token. Who chooses is the setting
 `tree_verify`:
 
-- `target_only`: each node's row is sampled as vLLM would sample it without speculation: same processing, same
-  noise for the request's seed and the node's position. The text is the one of plain decoding.
-- `traversal`: `kernels.traversal_walk` chooses a path of sampled requests; then the bonus token is sampled from
-  the last node's row by vLLM's own sampler. The law of the text is the one of plain decoding, and a request's
+- `target_only`: each node's row is sampled as vLLM would sample it without speculation: same processing,
+  same noise for the request's seed and the node's position. The text is the one of plain decoding.
+- `traversal`: `kernels.traversal_walk` chooses the path of a sampled request; then vLLM's own sampler draws
+  the bonus token from the last node's row. The law of the text is the one of plain decoding, and a request's
   text depends on its seed and its drafts alone. Of the target's distribution, one row a request is copied.
 
 Greedy requests give the same text under both. The noise of a request without a seed is that of the random
@@ -142,7 +142,7 @@ class TreeVerifier(RejectionSampler):
         )
 
     def _rows_to_sample(self, logits: Tensor, input_batch: InputBatch) -> tuple[Any, ...]:
-        """What vLLM's sampler is told of a batch's rows: it takes a tree's for a chain but for the positions."""
+        """What vLLM's sampler is told of a batch's rows: a chain's, but for the positions."""
         rows = input_batch.logits_indices
         return (
             logits,
@@ -164,8 +164,9 @@ class TreeVerifier(RejectionSampler):
         token from one row only. So a row without drafts is sampled as it is in a step without any.
         """
         step, sampler = self.step, self.sampler
-        states = sampler.sampling_states
-        temperatures, seeds = states.temperature.gpu, states.seeds.gpu
+        requests = input_batch.idx_mapping[: step.num_reqs]
+        temperatures = sampler.sampling_states.temperature.gpu
+        seeds = sampler.sampling_states.seeds.gpu
         rows = self._rows_to_sample(logits, input_batch)
         processed: Tensor = sampler.apply_sampling_params(*rows)
         statistics = row_statistics(processed)
@@ -177,14 +178,14 @@ class TreeVerifier(RejectionSampler):
             step.parents,
             step.num_nodes,
             self.trees.trees.logprobs,
-            input_batch.idx_mapping,
+            requests,
             temperatures,
             seeds,
             step.base,
         )
         bonus = gumbel_sample(
             bonus_rows(processed, end.final_rows, end.excluded, end.num_excluded),
-            input_batch.idx_mapping,
+            requests,
             temperatures,
             seeds,
             rows[4][end.final_rows.clamp(min=0)],
