@@ -85,8 +85,8 @@ class WeaverSettings:
     budget: nodes of a tree besides the root, 1-256. depth: draft tokens of one DFlash block (block size - 1).
     weaver: local path of the checkpoint, None for `ddtree` and `chain`. candidate_pool_size: candidates a
     draft position, None for the proposal's own default. tree_verify: how sampled requests are verified,
-    `target_only` (the tokens that plain decoding would sample with the same seed) or `traversal` (tokens of
-    the same distribution, more of them a step); greedy requests give the same text under both.
+    `target_only` (the text of plain decoding with the same seed) or `traversal` (a text of the same
+    distribution); greedy requests give the same text under both.
     """
 
     budget: int
@@ -130,8 +130,8 @@ class WeaverSpeculativeConfig(SpeculativeConfig):
     """Candidates a draft position; the proposal's own default where unset."""
     tree_verify: TreeVerify | None = None
     """How requests with a temperature are verified: 'target_only' (default) gives the text of plain decoding
-    with the same seed, 'traversal' accepts more tokens a step, of the same distribution, but not the same
-    text. Greedy requests are not affected."""
+    with the same seed; 'traversal' (Traversal Verification) a text of the same distribution. As the trees are
+    chosen and not drawn, both accept equally many tokens. Greedy requests are not affected."""
     weaver_settings: SkipValidation[WeaverSettings | None] = None
     """Set while the config is built; see vllm_weaver.config.settings_of."""
 

@@ -37,6 +37,11 @@ children, proportional to p: v is accepted with probability a' and the bonus tok
 children. The root has a = 1. The noise is fresh at every node, since each is entered once, and between steps,
 since its key has the root's position, which grows with every step.
 
+How much is accepted: no bonus token is that of a child, so the accepted path is the longest beginning of the
+written text that the tree has, as under `target_only`, and no lossless rule can accept a longer one. For a
+tree that is a function of the context both therefore accept equally many tokens in the mean; the paper's gain
+over other rules is one for trees whose nodes were drawn.
+
 Only p of the nodes' own tokens, and whether p has anything off them, are needed: N + T numbers.
 
 Noise: Philox 4x32-10 with the request's seed as key and the counter (node, root's position, a constant).
