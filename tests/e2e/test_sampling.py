@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampled requests through real engines: seeded texts under `target_only`, the law of tokens under both modes.
+"""Sampled requests through real engines: seeded texts under `target_only`, the law under both modes.
 
 The target is the random attention-only one in float32, whose rows come out alike in every batch; drafts come
 from an oracle. One engine serves all tests of this file; it is built with `traversal` and told which of the

@@ -190,7 +190,7 @@ class Problem:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("n", SIZES[:-1])
+@pytest.mark.parametrize("n", SIZES[:-2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_tree(device: torch.device, kind: str, n: int, impl: str) -> None:
     rng = random.Random(n)
@@ -201,7 +201,7 @@ def test_one_tree(device: torch.device, kind: str, n: int, impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_batch_with_ragged_rows(device: torch.device, seed: int, impl: str) -> None:
     """Rows of others lie between the requests' trees; one request has no rows, one fewer than nodes."""
     tree = mixed_batch(33, 4, VOCAB, seed)
@@ -287,21 +287,16 @@ def test_hostile_rows(device: torch.device, impl: str) -> None:
     assert [choices[i].item() for i in (0, 3, 6, 9)] == [0, 0, 6, 11]
 
 
-def test_implementations_agree_on_many_requests() -> None:
+def test_implementations_agree_on_many_requests(device: torch.device) -> None:
     """The same noise, the same decisions: 16 requests, with chains and ties among log-probabilities."""
     rng = random.Random(5)
     lists = [make_tree(("random", "chain", "star")[r % 3], rng.randrange(1, 10), rng) for r in range(16)]
     tree = make_batch(lists, 9, VOCAB, rng)
     tree.logprobs[:] = tree.logprobs.round()
     problem = Problem.make(tree, [len(parents) for parents in lists], 8, sharp=1.0)
-    (choices, end), (found, found_end) = (problem.walk(torch.device("cpu"), impl) for impl in IMPLS)
+    (choices, end), (found, found_end) = (problem.walk(device, impl) for impl in IMPLS)
     assert choices.equal(found) and all(a.equal(b) for a, b in zip(end, found_end, strict=True))
-    assert len({int(f) for f in end.final_rows - problem.starts[:-1]}) > 5
-
-
-test_implementations_agree_on_many_requests = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the interpreter is off beside a GPU"
-)(test_implementations_agree_on_many_requests)
+    assert len({int(f) for f in end.final_rows.cpu() - problem.starts[:-1]}) > 5
 
 
 # --- the law ---------------------------------------------------------------------------------------------
