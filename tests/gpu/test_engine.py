@@ -30,7 +30,8 @@ from vllm_weaver import plugin  # noqa: E402
 # FlashInfer's prefill kernel is not on every machine; Triton's is.
 GPU = {
     "gpu_memory_utilization": 0.2,
-    "kv_cache_memory_bytes": 4 << 30,  # not from a measurement, which other tests beside this one would disturb
+    # Not from a measurement, which tests beside this one would disturb.
+    "kv_cache_memory_bytes": 4 << 30,
     "attention_backend": "FLASH_ATTN",
     "additional_config": {"gdn_prefill_backend": "triton"},
     "max_num_seqs": 8,
