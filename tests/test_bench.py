@@ -268,6 +268,15 @@ def test_drift_compares_three_states() -> None:
     assert found["commits"] == 3 and found["verify_and_commit"] < 1e-5 and found["sequential"] < 1e-5
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_state_drifts_no_more_than_under_vllms_kernel() -> None:
+    device = torch.device("cuda")
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    found = kernels_gdn.drift(Setting(device, SHAPES["27b"], cache))
+    assert found["verify_and_commit"] <= found["sequential"], found
+
+
 def broken(monkeypatch: pytest.MonkeyPatch, family: Any, kernel: str, argument: str) -> None:
     """`kernel` goes wrong: what it leaves in `argument` (or returns) is off."""
     right = getattr(family, kernel)

@@ -150,7 +150,7 @@ def test_tables_that_do_not_fit_are_named() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_drift_over_2000_commits() -> None:
-    """Verify and commit of chains against the sequential recurrence in fp32: no further from float64."""
+    """Verify and commit of chains against float64. (vLLM's own kernel beside it: `tests/test_bench.py`.)"""
     problem = make_problem(
         [("chain", 3, 0)], torch.device("cuda"), key_heads=1, heads=2, k_dim=128, v_dim=128,
         dtype=torch.bfloat16,
@@ -172,5 +172,5 @@ def test_drift_over_2000_commits() -> None:
     ours, sequential = (
         ((s.double() - true).norm() / true.norm()).item() for s in (problem.state[slot], plain)
     )
-    assert ours < 2e-3
-    assert ours <= 2 * sequential, f"{ours:.2e} against {sequential:.2e}"
+    print(f"relative error of the state: {ours:.2e}; token by token in fp32: {sequential:.2e}")
+    assert ours < 1e-5

@@ -116,7 +116,7 @@ class GdnScratch:
 
     q [rows, Hk, K] and q_scale fp32 [rows, Hk], as k in the stash, the scale times K^-0.5; v [rows, HV, V];
     beta fp32 [rows, HV]. lower, attend fp32 [HV, rows, P], P the slots of a tree rounded up to tiles: the
-    decayed products of keys with keys (times beta; on the diagonal the inverse of the tile's unit triangle)
+    decayed products of keys with keys (times beta; on the diagonal T of `gdn_solve`)
     and of queries with keys.
     """
 

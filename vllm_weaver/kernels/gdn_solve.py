@@ -6,15 +6,16 @@ step of the recurrence, and the tree hangs from that state S:
 
     rhs_i = beta_i (v_i - e^{c_i - c_0} S^T k_i)      for the nodes 1..n-1, in tiles
 
-Of a budget of 32, 64 or 128 nodes that leaves whole tiles. With T_tt = (I + L_tt)^-1, the second launch makes
+Of a budget of 32, 64 or 128 nodes that leaves whole tiles. With T_tt = (I + L_tt)^-1 - I, the second launch
+makes
 
     L_ij = beta_i e^{c_i - c_j} (k_i . k_j)  (j a proper ancestor of i),   A_ij = e^{c_i - c_j} (q_i . k_j)
 
 for every pair of tiles at once, T_tt in the place of L_tt. The third one holds a tile of S [K, BLOCK_V] and
-goes through the nodes' tiles: what earlier tiles contribute is taken from the right-hand sides, then
-u_t = T_tt rhs_t. All of it is products on tensor cores but for T of 16 nodes: forward substitution in
-fp32 within one warp (two of them and the product between give T of 32): a product form of the inverse cancels
-badly where keys repeat.
+goes through the nodes' tiles: what earlier tiles contribute is taken from the right-hand sides, then u_t =
+rhs_t + T_tt rhs_t, in which the larger term is not rounded. All of it is products on tensor cores but for T of
+16 nodes, which is forward substitution in fp32 within one warp (two of them and the product between give T of
+32): a product form of the inverse cancels badly where keys repeat.
 
 L and A are the only matrices of node pairs and lie in `GdnScratch`, whose columns start at node 1. Floor for
 n nodes a value head: K V state elements, n (K + V) activations and n^2 elements of L and A read, n V outputs
@@ -32,7 +33,7 @@ from vllm_weaver.kernels.pdl import take_turn
 
 @triton.jit
 def _inverse(lower, PRECISION: tl.constexpr, TILE: tl.constexpr):
-    """(I + lower)^-1 of a strictly lower triangular [TILE, TILE], TILE 16 or 32."""
+    """(I + lower)^-1 - I of a strictly lower triangular [TILE, TILE], TILE 16 or 32."""
     PIECE: tl.constexpr = 16
     PIECES: tl.constexpr = TILE // PIECE
     tl.static_assert(PIECES == 1 or PIECES == 2)
@@ -46,15 +47,16 @@ def _inverse(lower, PRECISION: tl.constexpr, TILE: tl.constexpr):
         solved = tl.sum(tl.where(row == t, inverse, 0.0), axis=1)
         factor = tl.sum(tl.where(column == t, diagonal, 0.0), axis=2)
         inverse -= factor[:, :, None] * solved[:, None, :]
+    strict = tl.where(row == column, 0.0, inverse)
     if PIECES == 1:
-        return tl.reshape(inverse, (TILE, TILE))
+        return tl.reshape(strict, (TILE, TILE))
     piece = tl.arange(0, PIECES)[:, None, None]
     upper_left = tl.sum(tl.where(piece == 0, inverse, 0.0), axis=0)
     lower_right = tl.sum(tl.where(piece == 1, inverse, 0.0), axis=0)
     below = tl.sum(tl.sum(tl.where(block_i > block_j, tiles, 0.0), axis=1), axis=0)
     below = tl.dot(below, upper_left, input_precision=PRECISION)
     below = -tl.dot(lower_right, below, input_precision=PRECISION)
-    whole = tl.where(block_i == block_j, inverse[:, None, :, :], 0.0)
+    whole = tl.where(block_i == block_j, strict[:, None, :, :], 0.0)
     whole = tl.where(block_i > block_j, below[None, None, :, :], whole)
     return tl.reshape(tl.permute(whole, (0, 2, 1, 3)), (TILE, TILE))
 
@@ -264,7 +266,7 @@ def gdn_solve_kernel(
             rhs -= tl.dot(lower, u, input_precision=PRECISION)
             output += tl.dot(attend, u, input_precision=PRECISION)
 
-        u = tl.dot(inverse, rhs, input_precision=PRECISION)
+        u = rhs + tl.dot(inverse, rhs, input_precision=PRECISION)
         tl.store(u_ptr + i[:, None] * (HV * V) + dim_v[None, :], u, mask=tile_v)
         output += tl.dot(own_attend, u, input_precision=PRECISION)
         tl.store(

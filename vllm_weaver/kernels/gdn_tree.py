@@ -62,21 +62,17 @@ class GdnTuning:
 
     tile: int
     block_v: int
-    pull: int = 64
+    pull: int = 32
     prepare_warps: int = 4
     pair_warps: int = 1
-    solve_warps: int = 4
+    solve_warps: int = 2
     stages: int = 2
     precision: Precision = "bf16x3"
-    pdl: bool = False
-    """Start a launch while the one before ends: worth it where the launches are short."""
 
     @classmethod
     def for_slots(cls, slots: int) -> GdnTuning:
         """The fastest cut on an H200 for trees of up to `slots` nodes."""
-        if slots <= 33:
-            return cls(tile=16, block_v=32, pull=32, solve_warps=2, pdl=True)
-        return cls(tile=32, block_v=32, pull=32, solve_warps=2)
+        return cls(tile=16 if slots <= 33 else 32, block_v=32)
 
 
 def gdn_tree_verify_reference(
@@ -252,7 +248,7 @@ def gdn_tree_verify(
         "PITCH": pitch, "HV": shape.heads, "HEADS_PER_KEY": shape.heads // shape.key_heads,
         "K": shape.k_dim, "TILE": cut.tile, "BLOCK_K": block_k,
         **dot_options(device, stash.k.dtype, cut.precision),
-        **(launch_options(x) if cut.pdl else {"PDL": False}),
+        **launch_options(x),
     }  # fmt: skip
     gdn_prepare_kernel[(2 * shape.key_heads + shape.heads, triton.cdiv(slots, NODES), requests)](
         x, weight, weight if bias is None else bias, conv_state, a, b, A_log, dt_bias,
