@@ -200,10 +200,10 @@ def test_a_longer_churn(request: pytest.FixtureRequest, target: str, scheduling:
 class Crowd:
     """A churn's engine and catalogue, without its random course."""
 
-    def __init__(self, folder: Path, *words: str, count: int = 14) -> None:
+    def __init__(self, folder: Path, *words: str, count: int = 14, max_tokens: int = 12) -> None:
         self.rng = random.Random(5)
         self.where = churn.setting(churn.parser().parse_args(words), folder)
-        self.requests, self.answers = churn.alone(self.where, count, self.rng, 12)
+        self.requests, self.answers = churn.alone(self.where, count, self.rng, max_tokens)
 
     def engine(self) -> Any:
         return churn.engine(self.where, self.requests, self.answers)
@@ -230,13 +230,14 @@ def test_aborts_at_every_point(request: pytest.FixtureRequest, tmp_path: Path) -
     """A request is aborted after 0, 1, 2, ... steps, beside two others; these and later ones are right."""
     if not request.config.getoption("--all"):
         pytest.skip("a minute or two: --all")
-    crowd = Crowd(tmp_path, "--concurrency", "3", "--blocks", "12")
+    crowd = Crowd(tmp_path, "--concurrency", "3", "--blocks", "12", max_tokens=28)
+    longest = max(range(len(crowd.answers)), key=lambda which: len(crowd.answers[which].tokens))
     with crowd.engine() as llm:
         several = crowd.start(llm)
         for steps in range(10):
             for which in (steps, steps + 1):
                 several.add(which % len(crowd.requests))
-            victim = several.add((steps + 2) % len(crowd.requests))
+            victim = several.add(longest)
             for _ in range(steps):
                 several.step()
             if victim in several.live:
