@@ -74,6 +74,12 @@ def references(servers: Pair, prompts: list[list[int]]) -> list[Reference]:
     return [reference(complete(servers.plain, p, logprobs=harness.TOP), p) for p in prompts]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "choice" in metafunc.fixturenames:
+        everything = metafunc.config.getoption("--all")
+        metafunc.parametrize("choice", ["required", "named", "auto"] if everything else ["required"])
+
+
 # --- asking ----------------------------------------------------------------------------------------------
 
 
@@ -234,7 +240,6 @@ TOOL = {
 }
 
 
-@pytest.mark.parametrize("choice", ["required", "named", "auto"])
 def test_tool_calls_are_valid_and_those_of_plain_decoding(choice: str, servers: Pair, tokenizer: Any) -> None:
     """Where a call must come, a grammar makes it one that fits the tool."""
     wanted = {"type": "function", "function": {"name": "look_up"}} if choice == "named" else choice
