@@ -178,6 +178,7 @@ def test_hash_depends_on_every_setting_and_differs_from_plain_dflash(hybrid: str
     changes = [
         {"budget": 17}, {"depth": 3}, {"proposal": "ddtree"}, {"weaver": "/w"},
         {"weaver_revision": "r"}, {"weaver_sha256": "0" * 64}, {"candidate_pool_size": 9},
+        {"tree_verify": "traversal"},
     ]  # fmt: skip
     for change in changes:
         speculative.weaver_settings = dataclass_replace(settings, **change)
@@ -205,6 +206,8 @@ WRONG = {
     "model wrong type": ({"model": 5}, "model=5 .*DFlash draft"),
     "proposal unknown": ({"proposal": "tree"}, "proposal='tree' .*'weaver', 'ddtree', 'chain'"),
     "proposal wrong type": ({"proposal": 1}, "proposal=1 .*'weaver', 'ddtree', 'chain'"),
+    "verify unknown": ({"tree_verify": "block"}, "tree_verify='block' .*'target_only', 'traversal'"),
+    "verify wrong type": ({"tree_verify": 1}, "tree_verify=1 .*'target_only', 'traversal'"),
     "weaver missing": ({"proposal": "weaver"}, "weaver is missing; proposal 'weaver' needs"),
     "weaver missing by default": ({"proposal": None}, "weaver is missing; proposal 'weaver' needs"),
     "weaver wrong type": ({"proposal": None, "weaver": 3}, "weaver=3 .*a file, a folder"),
@@ -260,11 +263,11 @@ def test_every_key_of_upstream_is_allowed_or_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["weaver", "weaver_revision", "weaver_sha256", "proposal", "candidate_pool_size"]
+    "key", ["weaver", "weaver_revision", "weaver_sha256", "proposal", "candidate_pool_size", "tree_verify"]
 )
 @pytest.mark.parametrize("method", [DFLASH, None])
 def test_our_keys_need_our_method(key: str, method: str | None, hybrid: str, draft: str) -> None:
-    value = {"proposal": "chain", "candidate_pool_size": 4}.get(key, "a")
+    value = {"proposal": "chain", "candidate_pool_size": 4, "tree_verify": "traversal"}.get(key, "a")
     spec = {"model": draft, "num_speculative_tokens": 7, key: value} | ({"method": method} if method else {})
     assert f"{key}={value!r} needs method='dflash_tfm', but method is {method!r}" in refusal(hybrid, spec)
 

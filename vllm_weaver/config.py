@@ -28,8 +28,17 @@ METHOD = "dflash_tfm"
 MAX_BUDGET = 256
 Proposal = Literal["weaver", "ddtree", "chain"]
 PROPOSALS: tuple[Proposal, ...] = get_args(Proposal)
+TreeVerify = Literal["target_only", "traversal"]
+TREE_VERIFY: tuple[TreeVerify, ...] = get_args(TreeVerify)
 
-OUR_KEYS = ("weaver", "weaver_revision", "weaver_sha256", "proposal", "candidate_pool_size")
+OUR_KEYS = (
+    "weaver",
+    "weaver_revision",
+    "weaver_sha256",
+    "proposal",
+    "candidate_pool_size",
+    "tree_verify",
+)
 
 # Upstream keys that a tree cannot honour, with the reason; upstream's default is the only allowed value.
 NOT_WITH_TREES = {
@@ -75,7 +84,9 @@ class WeaverSettings:
 
     budget: nodes of a tree besides the root, 1-256. depth: draft tokens of one DFlash block (block size - 1).
     weaver: local path of the checkpoint, None for `ddtree` and `chain`. candidate_pool_size: candidates a
-    draft position, None for the proposal's own default.
+    draft position, None for the proposal's own default. tree_verify: how sampled requests are verified,
+    `target_only` (the text of plain decoding with the same seed) or `traversal` (a text of the same
+    distribution); greedy requests give the same text under both.
     """
 
     budget: int
@@ -85,6 +96,7 @@ class WeaverSettings:
     weaver_revision: str | None = None
     weaver_sha256: str | None = None
     candidate_pool_size: int | None = None
+    tree_verify: TreeVerify = "target_only"
 
     @property
     def num_draft_slots(self) -> int:
@@ -116,6 +128,10 @@ class WeaverSpeculativeConfig(SpeculativeConfig):
     """How the tree is grown: 'weaver' (default), 'ddtree' or 'chain'."""
     candidate_pool_size: int | None = None
     """Candidates a draft position; the proposal's own default where unset."""
+    tree_verify: TreeVerify | None = None
+    """How requests with a temperature are verified: 'target_only' (default) gives the text of plain decoding
+    with the same seed; 'traversal' (Traversal Verification) a text of the same distribution. As the trees are
+    chosen and not drawn, both accept equally many tokens. Greedy requests are not affected."""
     weaver_settings: SkipValidation[WeaverSettings | None] = None
     """Set while the config is built; see vllm_weaver.config.settings_of."""
 
@@ -151,6 +167,7 @@ class WeaverSpeculativeConfig(SpeculativeConfig):
             weaver_revision=self.weaver_revision,
             weaver_sha256=self.weaver_sha256,
             candidate_pool_size=self.candidate_pool_size,
+            tree_verify=self.tree_verify or "target_only",
         )
 
     @property
@@ -215,6 +232,10 @@ _FORMS = {
         "one of " + ", ".join(map(repr, PROPOSALS)),
     ),
     "candidate_pool_size": (lambda v: _is_int(v) and v >= 1, "an integer of at least 1"),
+    "tree_verify": (
+        lambda v: isinstance(v, str) and v in TREE_VERIFY,
+        "one of " + ", ".join(map(repr, TREE_VERIFY)),
+    ),
     "draft_tensor_parallel_size": (lambda v: _is_int(v) and v == 1, "1"),
 }
 

@@ -97,7 +97,9 @@ class TreeStateMixin:
         """vLLM's own sampler for steps without drafts, the tree verifier for the others."""
         self._req_states = sampler.req_states
         speculative_config = self.vllm_config.speculative_config  # type: ignore[attr-defined]
-        self._verifier = TreeVerifier(sampler, speculative_config, self.step)
+        self._verifier = TreeVerifier(
+            sampler, speculative_config, self.step, self.trees, self.settings.tree_verify
+        )
         return sampler, self._verifier
 
     def _restricted(self, input_batch: InputBatch) -> tuple[np.ndarray, np.ndarray]:
