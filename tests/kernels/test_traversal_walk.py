@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traversal walk: its exact output law on tiny vocabularies, a float64 walk by recursion, and hostile input.
-
-The law is measured on the implementation itself. Its randomness is one order of each node's children, which
-is enumerated, and one uniform number for each tested node, whose threshold is found by bisection."""
+"""Traversal walk: against a walk by recursion in float64, with hostile trees, ids, rows and noise."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from dataclasses import dataclass, field
@@ -20,7 +16,6 @@ from tests.trees import KINDS, SIZES, make_batch, make_tree, mixed_batch
 from vllm_weaver.kernels.traversal_rows import (
     RowStatistics,
     bonus_rows,
-    place_bonus,
     row_statistics,
 )
 from vllm_weaver.kernels.traversal_walk import (
@@ -29,14 +24,12 @@ from vllm_weaver.kernels.traversal_walk import (
     _philox,
     keyed_noise_reference,
     traversal_walk,
-    traversal_walk_reference,
 )
 from vllm_weaver.spec_decode.tree import Tree
 
 IMPLS = ("torch", "triton")
 VOCAB = 37
 NAN, INF = float("nan"), float("inf")
-HIGHEST = 1 - 2.0**-24
 
 
 # --- a walk in float64 -----------------------------------------------------------------------------------
@@ -300,132 +293,6 @@ def test_implementations_agree_on_many_requests(device: torch.device) -> None:
     assert len({int(f) for f in end.final_rows.cpu() - problem.starts[:-1]}) > 2
 
 
-# --- the law ---------------------------------------------------------------------------------------------
-
-# parents, tokens, cumulative log-probabilities of the nodes; `cut`: tokens that the target keeps of a row
-LAWS: dict[str, tuple[list[int], list[int], list[float], int]] = {
-    "chain": ([-1, 0, 1, 2], [0, 1, 2, 0], [0.0, -0.5, -1.0, -1.5], 4),
-    "lone child": ([-1, 0], [0, 3], [0.0, 0.0], 4),
-    "two children": ([-1, 0, 0], [0, 1, 2], [0.0, -0.2, -1.7], 4),
-    "certain draft": ([-1, 0, 0], [0, 1, 2], [0.0, 0.0, -200.0], 4),
-    "all children": ([-1, 0, 0, 0, 0], [0, 3, 1, 0, 2], [0.0, -0.7, -1.0, -1.4, -2.5], 4),
-    "uneven": ([-1, 0, 0, 1, 1, 2, 3], [0, 1, 2, 0, 3, 1, 2], [0.0, -0.4, -1.2, -0.9, -1.9, -1.3, -1.0], 4),
-    "deep": ([-1, 0, 1, 1, 2, 2, 0], [0, 2, 1, 0, 3, 1, 0], [0.0, -0.3, -0.5, -1.5, -0.9, -1.4, -2.0], 4),
-    "top-k": ([-1, 0, 0, 1, 1, 2], [0, 1, 2, 0, 3, 1], [0.0, -0.4, -1.2, -0.9, -1.9, -1.3], 2),
-    "top-1": ([-1, 0, 0, 1, 2, 2], [0, 1, 2, 0, 3, 1], [0.0, -0.4, -1.2, -0.9, -1.9, -1.3], 1),
-    "no token": ([-1, 0, 0, 2, 2], [0, -1, 2, 4, 1], [0.0, -0.4, -1.2, -1.3, -1.9], 4),
-}  # fmt: skip
-
-
-def target_row(context: tuple[int, ...], cut: int, seed: int) -> Tensor:
-    """Logits of a made-up target of four tokens after `context`."""
-    generator = torch.Generator().manual_seed(hash((seed, *context)) % 2**31)
-    row = torch.randn(4, generator=generator) * 1.5
-    return row.masked_fill(row < row.topk(cut).values[-1], -INF)
-
-
-def order_laws(logprobs: list[float], kids: list[int]) -> list[tuple[tuple[int, ...], float]]:
-    """Every order of the children and its Plackett-Luce probability."""
-    best = max(logprobs[k] for k in kids)
-    weight = {k: math.exp(max(logprobs[k] - best, -60)) for k in kids}
-    found = []
-    for order in itertools.permutations(kids):
-        left, probability = sum(weight.values()), 1.0
-        for i, k in enumerate(order):
-            probability *= weight[k] / sum(weight[j] for j in order[i:])
-        assert left > 0
-        found.append((order, probability))
-    return found
-
-
-@pytest.mark.parametrize("name", LAWS)
-def test_exact_law_is_the_targets(name: str, request: pytest.FixtureRequest) -> None:
-    for seed in range(5 if request.config.getoption("--all") else 1):
-        check_law(name, seed)
-
-
-def check_law(name: str, seed: int) -> None:
-    parents, tokens, logprobs, cut = LAWS[name]
-    nodes = len(parents)
-    kids = [[i for i, p in enumerate(parents) if p == v] for v in range(nodes)]
-    contexts: list[tuple[int, ...]] = [()]
-    for node in range(1, nodes):
-        contexts.append((*contexts[parents[node]], tokens[node]))
-    logits = torch.stack([target_row(context, cut, seed) for context in contexts])
-    choices = [order_laws(logprobs, children) for children in kids if children] or [[((), 1.0)]]
-    combinations = list(itertools.product(*choices))
-    weights = torch.tensor([math.prod(p for _, p in orders) for orders in combinations], dtype=torch.float64)
-    assert abs(weights.sum() - 1) < 1e-12
-    count = len(combinations)
-    order = torch.zeros(count, nodes)
-    for c, orders in enumerate(combinations):
-        for sequence, _ in orders:
-            best = max(logprobs[k] for k in sequence)
-            for rank, k in enumerate(sequence):
-                order[c, k] = -100.0 * rank - max(logprobs[k] - best, -60.0)
-
-    def run(order: Tensor, accept: Tensor) -> tuple[Tensor, Tensor, TraversalEnd]:
-        requests = len(order)
-        starts = torch.arange(requests + 1) * nodes
-        batch = logits.repeat(requests, 1)
-        statistics = row_statistics(batch)
-        end = traversal_walk_reference(
-            statistics.best, batch, statistics, starts, torch.tensor(tokens).repeat(requests, 1),
-            torch.tensor(parents, dtype=torch.int32).repeat(requests, 1),
-            torch.tensor(logprobs).repeat(requests, 1), torch.full((requests,), nodes, dtype=torch.int32),
-            torch.zeros(requests, dtype=torch.bool), Noise(order, accept),
-        )  # fmt: skip
-        return end.final_rows - starts[:-1], batch, end
-
-    def threshold(rejected: Tensor, tested: Tensor) -> Tensor:
-        """The acceptance probability of `tested` [count]: how large a uniform number is still accepted. Each
-        of four rounds tries 64 numbers at once."""
-        low, width = torch.zeros(count, dtype=torch.float64), 1.0
-        for _ in range(4):
-            width /= 64
-            tried = (low[:, None] + width * torch.arange(64)).clamp(max=HIGHEST).float()
-            accept = torch.where(rejected, HIGHEST, 0.0).repeat_interleave(64, 0)
-            accept[torch.arange(64 * count), tested.repeat_interleave(64)] = tried.flatten()
-            taken = run(order.repeat_interleave(64, 0), accept)[0].view(count, 64) == tested[:, None]
-            low += (taken.sum(1) - 1).clamp(min=0) * width
-        return torch.where(low > 1 - 2.0**-22, 1.0, low)
-
-    # Which node is tested next, given that those before it were rejected, and how likely it is accepted.
-    law = torch.zeros(count, nodes, dtype=torch.float64)
-    bonus: dict[int, Tensor] = {}
-    remaining = torch.ones(count, dtype=torch.float64)
-    rejected = torch.zeros(count, nodes, dtype=torch.bool)
-    rows = torch.arange(count)
-    for _ in range(nodes):
-        tested, batch, end = run(order, torch.where(rejected, HIGHEST, 0.0))
-        drawn = bonus_rows(batch, end.final_rows, end.excluded, end.num_excluded).double().softmax(1)
-        bonus.update((int(v), drawn[c]) for c, v in enumerate(tested))
-        probability = threshold(rejected, tested)
-        law[rows, tested] += torch.where(rejected[rows, tested], 0.0, remaining * probability)
-        remaining = torch.where(rejected[rows, tested], remaining, remaining * (1 - probability))
-        rejected[rows, tested] = True
-    assert float((weights * remaining).sum()) < 1e-6, "the root accepts what nothing else does"
-
-    length = max(map(len, contexts)) + 1
-    written: dict[tuple[int, ...], float] = {}
-    for node, probability in enumerate((weights[:, None] * law).sum(0).tolist()):
-        if probability == 0:
-            continue
-        for ending in itertools.product(range(4), repeat=length - len(contexts[node])):
-            chance, sequence = probability, contexts[node]
-            for i, token in enumerate(ending):
-                row = bonus[node] if i == 0 else target_row(sequence, cut, seed).double().softmax(0)
-                chance *= float(row[token])
-                sequence = (*sequence, token)
-            written[sequence] = written.get(sequence, 0.0) + chance
-    for sequence in itertools.product(range(4), repeat=length):
-        expected = math.prod(
-            float(target_row(sequence[:i], cut, seed).double().softmax(0)[token])
-            for i, token in enumerate(sequence)
-        )
-        assert abs(written.get(sequence, 0.0) - expected) < 2e-6, sequence
-
-
 # --- noise -----------------------------------------------------------------------------------------------
 
 
@@ -451,56 +318,6 @@ def test_noise_differs_by_seed_position_and_node() -> None:
     assert (noise.accept >= 0).all() and (noise.accept < 1).all()
     assert abs(noise.accept.mean() - 0.5) < 0.01 and abs(noise.order.mean() - 0.5772) < 0.03
     assert abs(torch.corrcoef(torch.stack([noise.accept[0], noise.order[0]]))[0, 1]) < 0.06
-
-
-# --- rows ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("width, vocab", [(1, 1), (37, 37), (40, 37), (8192, 8192), (20001, 20000)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_statistics(device: torch.device, dtype: torch.dtype, width: int, vocab: int, impl: str) -> None:
-    logits = (torch.randn(5, width, generator=torch.Generator().manual_seed(width)) * 4).to(dtype)
-    logits[:, vocab:] = 1e9  # the padded tail of a vocabulary has no probability
-    logits[1, : vocab // 2] = -INF
-    rows = logits[:, :vocab].double()
-    found = row_statistics(logits.to(device), vocab, impl=impl)
-    assert found.best.tolist() == rows.numpy().argmax(1).tolist()
-    assert found.support.tolist() == [vocab, vocab - vocab // 2, vocab, vocab, vocab]
-    torch.testing.assert_close(found.logsumexp.cpu().double(), rows.logsumexp(1), rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_statistics_of_hostile_rows(device: torch.device, impl: str) -> None:
-    logits = torch.full((5, 9000), -INF)
-    logits[0] = NAN
-    logits[2, [10, 8500]] = torch.tensor([NAN, -5.0])
-    logits[3, [8300, 8301]] = torch.tensor([INF, 1.0])
-    logits[4, [4, 8200]] = 2.0  # a tie across blocks goes to the lower id
-    found = row_statistics(logits.to(device), impl=impl)
-    assert found.best.tolist() == [0, 0, 8500, 8300, 4]
-    assert found.support.tolist() == [0, 0, 1, 2, 2]
-    assert found.logsumexp.tolist()[:3] == [-INF, -INF, -5.0]
-    assert math.isfinite(found.logsumexp[3]) and abs(found.logsumexp[4] - 2 - math.log(2)) < 1e-6
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("vocab", [1, 37, 4096, 9001])
-def test_bonus_rows_and_their_place(device: torch.device, vocab: int, impl: str) -> None:
-    logits = torch.randn(6, vocab + 3, generator=torch.Generator().manual_seed(vocab))[:, :vocab]
-    excluded = torch.tensor([[0, vocab - 1, 7], [0, 1, 2], [-1, vocab, 2**62], [0, -1, -1]])
-    counts = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
-    final = torch.tensor([5, 0, 3, -1])
-    found = bonus_rows(
-        logits.to(device), final.to(device), excluded.to(device), counts.to(device), impl=impl
-    ).cpu()
-    expected = logits[[5, 0, 3, 0]].clone()
-    expected[0, [0, vocab - 1]] = -INF
-    expected[3] = -INF
-    assert found.equal(expected)
-    choices = torch.arange(6, device=device)
-    place_bonus(choices, final.to(device), torch.tensor([70, 80, 90, 99], device=device), impl=impl)
-    assert choices.tolist() == [80, 1, 2, 90, 4, 70]
 
 
 def test_wrong_arguments_are_named() -> None:
