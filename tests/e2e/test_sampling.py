@@ -136,7 +136,8 @@ def test_seeded_texts_are_those_of_plain_decoding(runs: Runs, count: int) -> Non
     accepted = after["accepted"] - before["accepted"]
     print(f"{len(runs.seeded)} seeded answers, {accepted} accepted drafts")
     assert accepted > len(runs.seeded) and after["branching_paths"] > before["branching_paths"]
-    assert len({answer.tokens for answer in runs.seeded}) == len(runs.seeded)
+    # Two answers to one prompt may be alike at a low temperature.
+    assert len({answer.tokens for answer in runs.seeded}) > 0.9 * len(runs.seeded)
 
 
 @pytest.mark.usefixtures("only_with_all")

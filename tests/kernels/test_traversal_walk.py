@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.poison import poisoned_memory  # noqa: F401
-from tests.trees import KINDS, SIZES, make_batch, make_tree, mixed_batch
+from tests.trees import make_batch, make_tree, mixed_batch
 from vllm_weaver.kernels.traversal_rows import (
     RowStatistics,
     bonus_rows,
@@ -184,7 +184,7 @@ class Problem:
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
-    "kind, n", [*((k, n) for k in KINDS for n in SIZES[:3]), ("random", 33), ("star", 33)]
+    "kind, n", [("random", 1), ("chain", 2), ("chain", 17), ("star", 17), ("random", 33), ("star", 33)]
 )
 def test_one_tree(device: torch.device, kind: str, n: int, impl: str) -> None:
     rng = random.Random(n)
@@ -237,24 +237,24 @@ def test_hostile_ids_are_never_accepted(device: torch.device, hostile: int, impl
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("hostile", [-1, -9, 2, 3, 2**31 - 1, -(2**31)], ids=lambda v: f"parent={v}")
 def test_hostile_parents_end_the_tree(device: torch.device, hostile: int, impl: str) -> None:
-    tree = Tree.empty(4, 4, "cpu")
+    tree = Tree.empty(2, 4, "cpu")
     tree.tokens[:] = torch.tensor([3, 5, 6, 7])
     tree.parents[:] = torch.tensor([-1, 0, hostile, 1])
     tree.logprobs[:] = torch.tensor([0.0, -1, -2, -2])
     tree.num_nodes[:] = 4
-    Problem.make(tree, [4] * 4, 1).check(device, impl, [2] * 4)
+    Problem.make(tree, [4] * 2, 1).check(device, impl, [2] * 2)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("value", [NAN, -INF, INF, -1e30, 300.0])
 def test_hostile_logprobs(device: torch.device, value: float, impl: str) -> None:
     """Whatever the drafter says of its nodes: one of them is accepted where p has nothing else."""
-    tree = Tree.empty(4, 4, "cpu")
+    tree = Tree.empty(2, 4, "cpu")
     tree.tokens[:] = torch.tensor([3, 5, 6, 7])
     tree.parents[:] = torch.tensor([-1, 0, 0, 0])
     tree.logprobs[:] = torch.tensor([0.0, value, -2, value])
     tree.num_nodes[:] = 4
-    problem = Problem.make(tree, [4] * 4, 1)
+    problem = Problem.make(tree, [4] * 2, 1)
     problem.logits[::4] = -INF
     problem.logits[::4, [5, 6, 7]] = torch.tensor([1.0, 2.0, 3.0])
     _, end = problem.walk(device, impl)
