@@ -13,9 +13,9 @@ makes
 
 for every pair of tiles at once, T_tt in the place of L_tt. The third one holds a tile of S [K, BLOCK_V] and
 goes through the nodes' tiles: what earlier tiles contribute is taken from the right-hand sides, then u_t =
-rhs_t + T_tt rhs_t, in which the larger term is not rounded. All of it is products on tensor cores but for T of
-16 nodes: forward substitution in fp32 within one warp (two of them and the product between give T of
-32): a product form of the inverse cancels badly where keys repeat.
+rhs_t + T_tt rhs_t, in which the larger term is not rounded. All of it is products on tensor cores but for T
+of 16 nodes: forward substitution in fp32 within one warp (two of them and the product between give T of 32).
+A product form of the inverse cancels badly where keys repeat.
 
 L and A are the only matrices of node pairs and lie in `GdnScratch`, whose columns start at node 1. Floor for
 n nodes a value head: K V state elements, n (K + V) activations and n^2 elements of L and A read, n V outputs
