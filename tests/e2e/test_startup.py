@@ -322,6 +322,7 @@ def test_every_form_gives_the_same_settings(job: str, outcomes: dict[str, Future
             "budget": 16,
             "depth": 7,
             "proposal": "weaver",
+            "tree_verify": "target_only",
             "weaver": str(DEMO / "weaver" / "weaver.safetensors"),
             "weaver_revision": None,
             "weaver_sha256": None,
