@@ -3,6 +3,7 @@
 """The cost of a decode step on a GPU: plain decoding, in-tree chain DFlash, dflash_tfm at several budgets.
 
     python scripts/bench_step.py --out results/step.json
+    python scripts/bench_step.py --out results/step.json --add --arms 'tfm 128'    # one more arm
 
 All arms run in this process on one set of dummy weights (what is compared is the step, not the acceptance).
 Every arm is measured in turns with plain decoding (A B A B); its ratio is that of the medians. First the demo
@@ -12,6 +13,7 @@ models must decode with trees what they decode plainly, in the same compilation 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -33,6 +35,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 GATE_BUDGET = 32
+SAME = ("gpu", "multiprocessors", "cuda", "versions", "commit", "shape", "mode", "batch")
+"""What runs whose arms stand in one table must agree in."""
 
 
 def engine_options(mode: str, contexts: list[int], extra: dict[str, Any]) -> dict[str, Any]:
@@ -153,26 +157,56 @@ def measure(
     return report
 
 
-def report(results: dict[str, Any], contexts: list[int]) -> str:
+def earlier(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """The report in the file that this run adds its arms to.
+
+    Raises:
+        BenchmarkError: there is none, or it is of another machine, version, commit, shape or mode.
+    """
+    if not path.exists():
+        raise BenchmarkError(f"--add: there is no {path} to add to; leave --add out for a first run")
+    found = json.loads(path.read_text())
+    for name in SAME:
+        old, new = found["provenance"].get(name), facts[name]
+        if old != new:
+            raise BenchmarkError(f"--add: {path} was measured with {name} {old!r}, this run has {new!r}")
+    return {key: found[key] for key in ("arms", "plain_parts_ms", "runs")}
+
+
+def joined(known: dict[str, Any], found: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """An earlier report (or {}) with this run's arms; of an arm and context in both, this run's."""
+    arms = dict(known.get("arms", {}))
+    for name, contexts in found["arms"].items():
+        arms[name] = arms.get(name, {}) | contexts
+    return {
+        "arms": arms,
+        "plain_parts_ms": known.get("plain_parts_ms", {}) | found["plain_parts_ms"],
+        "runs": [*known.get("runs", []), facts],
+    }
+
+
+def contexts_of(results: dict[str, Any]) -> list[str]:
+    """The prompt lengths of a report, in order."""
+    return sorted({context for found in results["arms"].values() for context in found}, key=int)
+
+
+def report(results: dict[str, Any]) -> str:
     """The tables: ratios, then parts."""
     lines = []
-    for context in map(str, contexts):
+    for context in contexts_of(results):
         dflash = results["arms"].get("dflash", {}).get(context)
         rows = []
-        for name, found in results["arms"].items():
-            entry = found[context]
+        arms = {name: found[context] for name, found in results["arms"].items() if context in found}
+        for name, entry in arms.items():
             arm, plain = statistics.median(entry["arm_ms"]), statistics.median(entry["plain_ms"])
             against = entry["ratio"] / dflash["ratio"] if dflash else float("nan")
             spread = max(entry["arm_ms"]) / min(entry["arm_ms"]) - 1
             rows.append([name, arm, plain, entry["ratio"], against, f"{100 * spread:.1f} %"])
         columns = [f"context {context}", "ms", "plain ms", "/ plain", "/ dflash", "spread"]
         lines += [table(columns, rows), ""]
-        names = sorted({part for found in results["arms"].values() for part in found[context]["parts_ms"]})
-        columns = ["ms a step (profiled)", "plain", *results["arms"]]
-        sources = [
-            results["plain_parts_ms"][context],
-            *(f[context]["parts_ms"] for f in results["arms"].values()),
-        ]
+        names = sorted({part for entry in arms.values() for part in entry["parts_ms"]})
+        columns = ["ms a step (profiled)", "plain", *arms]
+        sources = [results["plain_parts_ms"][context], *(entry["parts_ms"] for entry in arms.values())]
         lines += [table(columns, [[name, *(s.get(name, 0.0) for s in sources)] for name in names]), ""]
     return "\n".join(lines)
 
@@ -191,6 +225,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=48, help="steps a measurement (default 48)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each pair of arms (default 3)")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--add", action="store_true", help="add the arms to those that the file has")
     arguments = parser.parse_args()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -202,19 +237,21 @@ def main() -> int:
         from vllm_weaver import plugin
 
         plugin.register()  # where the package is not installed there is no entry point
-        gate = check_losslessness(arguments.mode)
-        facts = provenance(shape=arguments.shape, mode=arguments.mode, batch=1, gate=gate)
+        facts = provenance(shape=arguments.shape, mode=arguments.mode, batch=1)
+        known = earlier(arguments.out, facts) if arguments.add else {}
+        facts["gate"] = check_losslessness(arguments.mode)
         with tempfile.TemporaryDirectory() as folder:
-            results = measure(
+            measure(
                 arguments,
                 Path(folder),
-                lambda found: write_json(arguments.out, {"provenance": facts, **found}),
+                lambda found: write_json(arguments.out, {"provenance": facts, **joined(known, found, facts)}),
             )
-        print(report(results, arguments.contexts))
+        results = json.loads(arguments.out.read_text())
+        print(report(results))
         picture = arguments.out.with_suffix(".png")
         title = f"{facts['gpu']}, {arguments.shape}, batch 1, mode {arguments.mode}, {facts['date']}"
         try:
-            draw(results, [str(c) for c in arguments.contexts], title, picture)
+            draw(results, contexts_of(results), title, picture)
             say(f"wrote {picture}")
         except ImportError:
             say(f"no {picture}: matplotlib is not installed; pip install matplotlib")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))  # as for the scripts themselves
 
+import bench_step
 from bench_lib import (
     kernels_attention,
     kernels_common,
@@ -387,6 +389,52 @@ def test_without_cuda_there_is_one_sentence(script: str, tmp_path: Path) -> None
     sentence = f"{script}: FAILED: this benchmark needs a CUDA device, and torch finds none\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", sentence)
     assert not out.exists()
+
+
+# --- a table from several runs ----------------------------------------------------------------------------
+
+FACTS: dict[str, Any] = dict.fromkeys(bench_step.SAME, "this")
+
+
+def arm(ratio: float) -> dict[str, Any]:
+    """An arm's entry at one context."""
+    return {"ratio": ratio, "plain_ms": [10.0], "arm_ms": [10.0 * ratio], "parts_ms": {"idle": ratio}}
+
+
+def found(**arms: dict[str, Any]) -> dict[str, Any]:
+    """What a run measured."""
+    return {"arms": arms, "plain_parts_ms": {"512": {"idle": 1.0}, "8192": {"idle": 1.0}}}
+
+
+def test_a_later_run_adds_its_arms(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    first = bench_step.joined({}, found(dflash={"512": arm(1.4)}), FACTS)
+    file.write_text(json.dumps({"provenance": FACTS, **first}))
+    known = bench_step.earlier(file, FACTS | {"date": "later"})
+    both = bench_step.joined(known, found(dflash={"8192": arm(1.5)}, tfm={"512": arm(1.2)}), FACTS)
+    assert {name: list(contexts) for name, contexts in both["arms"].items()} == {
+        "dflash": ["512", "8192"],
+        "tfm": ["512"],
+    }
+    assert len(both["runs"]) == 2
+    lines = bench_step.report(both).splitlines()
+    # The second context has no entry of the second arm, which the table then leaves out.
+    assert [line.split()[0] for line in lines if line.startswith(("dflash", "tfm"))] == [
+        "dflash",
+        "tfm",
+        "dflash",
+    ]
+    assert "0.857" in lines[3]  # 1.2 / 1.4
+
+
+@pytest.mark.parametrize("name", bench_step.SAME)
+def test_runs_that_differ_are_not_joined(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    file.write_text(json.dumps({"provenance": FACTS, **bench_step.joined({}, found(), FACTS)}))
+    with pytest.raises(provenance.BenchmarkError, match=f"with {name} 'this', this run has 'other'"):
+        bench_step.earlier(file, FACTS | {name: "other"})
+    with pytest.raises(provenance.BenchmarkError, match="there is no .* to add to"):
+        bench_step.earlier(tmp_path / "none.json", FACTS)
 
 
 # --- the picture -----------------------------------------------------------------------------------------
