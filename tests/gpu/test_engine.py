@@ -130,6 +130,19 @@ def test_winding_paths(mode: str) -> None:
     harness.assert_identical(plain, outputs)
 
 
+def test_prefix_hits_on_a_hybrid() -> None:
+    """The second time most of a prompt comes from the cache, recurrent states included."""
+    with engine("graphs", max_model_len=2048) as llm:
+        text = [token for prompt in harness.demo_prompts(llm.get_tokenizer()) for token in prompt]
+        plain = harness.references(llm, [text[:600], text[20:]], 64)
+    with engine("graphs", max_model_len=2048, enable_prefix_caching=True, **harness.trees(16)) as llm:
+        for _ in range(2):
+            outputs = harness.greedy(llm, [r.prompt for r in plain], 64)
+            harness.assert_identical(plain, outputs)
+        counters = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    assert counters["vllm:prefix_cache_hits"] >= 512
+
+
 def test_a_steady_step_does_not_wait_for_the_device() -> None:
     """torch raises at any operation that synchronises, in every step but the first ones of a run."""
     plain = references("auto", 8, 128)
