@@ -69,9 +69,13 @@ class VectorSampler:
         self.sampling_states = SimpleNamespace(
             temperature=SimpleNamespace(np=temperatures, gpu=gpu),
             seeds=SimpleNamespace(gpu=seeds),
-            max_num_logprobs=lambda index: -1,
         )
+        self.needs_logits_processing = np.zeros(len(temperatures), dtype=bool)
+        self.logits_processors: list[Any] = []
         self.req_states = SimpleNamespace(prefill_len=SimpleNamespace(gpu=None))
+
+    def get_logprobs_dims(self, index: np.ndarray) -> None:
+        """No request asks for log-probabilities."""
 
     def apply_sampling_params(self, logits: Tensor, expanded: Tensor, *_: Any) -> Tensor:
         temperature = self.sampling_states.temperature.gpu[expanded.long()][:, None]
