@@ -19,6 +19,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the whole end-to-end grid, not a covering part")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes: runs with --all"))
+
+
 HAS_CUDA = torch.cuda.is_available()
 
 

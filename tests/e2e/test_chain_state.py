@@ -22,10 +22,7 @@ from tests.e2e.test_state import CLOSE, Replay, distance, owner, recurrent_layer
 DEPTH, TOKENS, RANK = 7, 40, 8
 
 
-@pytest.fixture(autouse=True)
-def only_in_full(request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--all"):
-        pytest.skip("run with --all")
+pytestmark = pytest.mark.full
 
 
 def dspark_draft(path: Path) -> Path:

@@ -37,14 +37,11 @@ OPTIONS = (
 SPECULATION = ("--speculative-config", json.dumps(harness.trees(16)["speculative_config"]))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def only_with_all(request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--all"):
-        pytest.skip("needs --all")
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
-def servers(only_with_all: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     """One server with trees, one without, and one with trees whose target has one tensor scrambled."""
     import torch
     from safetensors.torch import load_file, save_file

@@ -19,10 +19,7 @@ from tests.e2e import harness
 TOKENS = 40
 
 
-@pytest.fixture(autouse=True)
-def only_in_full(request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--all"):
-        pytest.skip("run with --all")
+pytestmark = pytest.mark.full
 
 
 def fp8_head(path: Path) -> Path:

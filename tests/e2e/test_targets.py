@@ -186,6 +186,7 @@ def test_nan_logits(folder: Path, known: list[harness.Reference], where: str) ->
         assert_equal(known, harness.greedy(llm, [r.prompt for r in known], 12))
 
 
+@pytest.mark.full  # test_requests and test_sampling have such requests, too
 def test_sampled_and_processed_requests(folder: Path, known: list[harness.Reference]) -> None:
     """One batch of seeded, penalized, banned and logprob requests gives what it gives without speculation."""
     from vllm import SamplingParams
@@ -215,7 +216,9 @@ def test_sampled_and_processed_requests(folder: Path, known: list[harness.Refere
             assert found[token].rank == entry.rank
 
 
-@pytest.mark.parametrize("budget, proposal", [(16, "weaver"), (7, "ddtree")])
+@pytest.mark.parametrize(
+    "budget, proposal", [(16, "weaver"), pytest.param(7, "ddtree", marks=pytest.mark.full)]
+)
 def test_multimodal_wrapper(
     folder: Path, references: list[harness.Reference], budget: int, proposal: str
 ) -> None:
