@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_weaver.kernels.common import Impl, expect, expect_dense_last, use_triton
+from vllm_weaver.kernels.common import Impl, expect_logits, use_triton
 from vllm_weaver.kernels.pdl import launch_options, take_turn
 
 _MAX_POOL = 1024
@@ -177,13 +177,7 @@ def candidate_pool(
     vocab_size defaults to the width of the logits. NaN and infinite logits are no candidates. `ValueError`
     for a pool size outside [1, 1024], a vocabulary wider than the logits, or rows that are not contiguous.
     """
-    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
-    expect("logits", logits, (None, None), device=logits.device)
-    expect_dense_last("logits", logits)
-    if not 1 <= vocab_size <= logits.shape[1]:
-        raise ValueError(
-            f"vocab_size is {vocab_size}; it must be in [1, {logits.shape[1]}], the width of the logits"
-        )
+    vocab_size = expect_logits(logits, vocab_size)
     if not 1 <= pool_size <= _MAX_POOL:
         raise ValueError(f"the candidate pool size is {pool_size}; it must be in [1, {_MAX_POOL}]")
     if not use_triton(logits, impl):

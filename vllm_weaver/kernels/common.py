@@ -63,3 +63,16 @@ def expect_dense_last(name: str, tensor: Tensor) -> None:
     """Raises `ValueError` unless the last dimension of `tensor` has stride 1."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
         raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
+
+
+def expect_logits(logits: Tensor, vocab_size: int | None) -> int:
+    """The vocabulary's size, by default the width of logits [*, >= vocab_size]. Raises `ValueError` unless
+    they have two dimensions, at least that width, and rows whose numbers lie side by side."""
+    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
+    expect("logits", logits, (None, None), device=logits.device)
+    if not 1 <= vocab_size <= logits.shape[1]:
+        raise ValueError(
+            f"vocab_size is {vocab_size}; it must be in [1, {logits.shape[1]}], the width of the logits"
+        )
+    expect_dense_last("logits", logits)
+    return vocab_size

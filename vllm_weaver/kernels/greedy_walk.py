@@ -23,7 +23,14 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_weaver.kernels.ancestors import count_usable_nodes, load_usable_count
-from vllm_weaver.kernels.common import Impl, expect, expect_dense_last, expect_indices, use_triton
+from vllm_weaver.kernels.common import (
+    Impl,
+    expect,
+    expect_dense_last,
+    expect_indices,
+    expect_logits,
+    use_triton,
+)
 
 _ARGMAX_BLOCK = 8192
 
@@ -175,13 +182,7 @@ def row_argmax(logits: Tensor, vocab_size: int | None = None, *, impl: Impl = "a
 
     logits [T, >= vocab_size] in any float dtype, rows contiguous; vocab_size defaults to the width of the
     logits. `ValueError` for wrong shapes or strides."""
-    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
-    expect("logits", logits, (None, None), device=logits.device)
-    if not 1 <= vocab_size <= logits.shape[1]:
-        raise ValueError(
-            f"vocab_size is {vocab_size}; it must be in [1, {logits.shape[1]}], the width of the logits"
-        )
-    expect_dense_last("logits", logits)
+    vocab_size = expect_logits(logits, vocab_size)
     if not use_triton(logits, impl):
         return row_argmax_reference(logits, vocab_size)
     num_rows, num_blocks = len(logits), triton.cdiv(vocab_size, _ARGMAX_BLOCK)

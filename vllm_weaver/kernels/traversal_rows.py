@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_weaver.kernels.common import Impl, expect, expect_dense_last, use_triton
+from vllm_weaver.kernels.common import Impl, expect, expect_dense_last, expect_logits, use_triton
 
 _STATISTICS_BLOCK = 8192
 _COPY_BLOCK = 4096
@@ -164,13 +164,7 @@ def _place_bonus_kernel(
 def row_statistics(logits: Tensor, vocab_size: int | None = None, *, impl: Impl = "auto") -> RowStatistics:
     """Best id, logsumexp and support of every row of logits [T, >= vocab_size], any float dtype, rows
     contiguous; vocab_size defaults to the width. `ValueError` for wrong shapes or strides."""
-    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
-    expect("logits", logits, (None, None), device=logits.device)
-    if not 1 <= vocab_size <= logits.shape[1]:
-        raise ValueError(
-            f"vocab_size is {vocab_size}; it must be in [1, {logits.shape[1]}], the width of the logits"
-        )
-    expect_dense_last("logits", logits)
+    vocab_size = expect_logits(logits, vocab_size)
     if not use_triton(logits, impl):
         return row_statistics_reference(logits, vocab_size)
     device, num_rows, num_blocks = logits.device, len(logits), triton.cdiv(vocab_size, _STATISTICS_BLOCK)
