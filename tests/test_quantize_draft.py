@@ -241,12 +241,9 @@ def test_refusals(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captur
     assert "is quantized already" in capsys.readouterr().err
 
 
-def test_demo_draft(
-    tmp_path: Path, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.full
+def test_demo_draft(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The demo triple for real: calibrated in vLLM, loaded by vLLM, and no worse than without calibration."""
-    if not request.config.getoption("--all"):
-        pytest.skip("takes minutes; run with --all")
     common = ("--target", DEMO / "target", "--tokens", 48, "--temperature", 0, "--max-model-len", 512)
     prompts = ("--prompts", DEMO / "prompts.json", "--count", 8, "--batch", 8)
     for name, options in (("rtn", ("--rtn",)), ("calibrated", prompts)):

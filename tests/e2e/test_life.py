@@ -187,11 +187,10 @@ def test_a_short_churn() -> None:
     assert report.finished > 5 and report.stats["branching_paths"], report.summary()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scheduling", ["--async-scheduling", "--no-async-scheduling"])
 @pytest.mark.parametrize("target", ["random", "demo"])
-def test_a_longer_churn(request: pytest.FixtureRequest, target: str, scheduling: str) -> None:
-    if not request.config.getoption("--all"):
-        pytest.skip("two minutes each: --all")
+def test_a_longer_churn(target: str, scheduling: str) -> None:
     sizes = ("--minutes", "1", "--requests", "28", "--concurrency", "6", "--max-tokens", "24")
     report = run(*sizes, "--target", target, scheduling)
     assert report.preemptions and report.aborted and report.finished > 10, report.summary()
@@ -212,10 +211,9 @@ class Crowd:
         return churn.Churn(llm, self.where, self.requests, self.answers, self.rng)
 
 
-def test_sixty_four_at_once(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+@pytest.mark.full
+def test_sixty_four_at_once(tmp_path: Path) -> None:
     """All kinds of requests, all at once, on a cache that holds a part of them."""
-    if not request.config.getoption("--all"):
-        pytest.skip("a minute or two: --all")
     crowd = Crowd(tmp_path, "--concurrency", "64", "--blocks", "72", count=28)
     with crowd.engine() as llm:
         many = crowd.start(llm)
@@ -226,10 +224,9 @@ def test_sixty_four_at_once(request: pytest.FixtureRequest, tmp_path: Path) -> N
     assert report.finished == 64 and report.preemptions, report.summary()
 
 
-def test_aborts_at_every_point(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+@pytest.mark.full
+def test_aborts_at_every_point(tmp_path: Path) -> None:
     """A request is aborted after 0, 1, 2, ... steps, beside two others; these and later ones are right."""
-    if not request.config.getoption("--all"):
-        pytest.skip("a minute or two: --all")
     crowd = Crowd(tmp_path, "--concurrency", "3", "--blocks", "12", max_tokens=28)
     longest = max(range(len(crowd.answers)), key=lambda which: len(crowd.answers[which].tokens))
     with crowd.engine() as llm:

@@ -101,12 +101,6 @@ def count(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def only_with_all(request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--all"):
-        pytest.skip("takes minutes: runs with --all")
-
-
-@pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, count: int) -> Iterator[Runs]:
     from transformers import Qwen3ForCausalLM
 
@@ -140,7 +134,7 @@ def test_seeded_texts_are_those_of_plain_decoding(runs: Runs, count: int) -> Non
     assert len({answer.tokens for answer in runs.seeded}) > 0.9 * len(runs.seeded)
 
 
-@pytest.mark.usefixtures("only_with_all")
+@pytest.mark.full
 def test_texts_without_a_seed_follow_the_seeds_that_vllm_draws(runs: Runs) -> None:
     """vLLM gives such a request a random seed once, when it arrives: the noise is as well defined."""
     stats = runs.use("target_only", [oracle.second_child])
@@ -215,7 +209,7 @@ def likely_trees(runs: Runs, table: dict[tuple[int, ...], tuple[list[int], torch
     speculator.proposer.propose = propose
 
 
-@pytest.mark.usefixtures("only_with_all")
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["target_only", "traversal"])
 def test_tokens_have_the_law_of_plain_sampling(runs: Runs, mode: str) -> None:
     """The first token comes from the prompt's row, the second and third from trees; all three against the

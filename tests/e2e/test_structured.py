@@ -172,10 +172,9 @@ def test_every_answer_is_valid_and_plain_decodings(plain: Plain, trees: Any) -> 
     assert grown["branching_paths"] == 0, grown
 
 
-def test_five_hundred_answers_are_valid(plain: Plain, trees: Any, request: pytest.FixtureRequest) -> None:
+@pytest.mark.full
+def test_five_hundred_answers_are_valid(plain: Plain, trees: Any) -> None:
     """Twenty schemas, 25 draws each; drafts follow the answers of the round before as long as a draw does."""
-    if not request.config.getoption("--all"):
-        pytest.skip("500 requests: with --all")
     tokenizer = trees.get_tokenizer()
     (text, *_) = harness.demo_prompts(tokenizer, 1)
     prompts = [text[i : i + 12] for i in range(len(schemas()))]
