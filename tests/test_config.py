@@ -8,7 +8,6 @@ import json
 import logging
 import pickle
 import re
-from dataclasses import replace as dataclass_replace
 from pathlib import Path
 from typing import Any
 
@@ -134,22 +133,13 @@ def test_settings_survive_pickle_and_copies(hybrid: str, draft: str) -> None:
     assert settings_of(config) == settings and config.speculative_config.method == DFLASH
 
 
-def test_hash_depends_on_every_setting_and_differs_from_plain_dflash(hybrid: str, draft: str) -> None:
-    config = build(hybrid, chain(draft))
-    speculative = config.speculative_config
-    hashes = {build(hybrid, {"method": DFLASH, "model": draft, "num_speculative_tokens": 7}).compute_hash()}
-    hashes.add(config.compute_hash())
-    settings = speculative.weaver_settings
-    changes = [
-        {"budget": 17}, {"depth": 3}, {"proposal": "ddtree"}, {"weaver": "/w"},
-        {"weaver_revision": "r"}, {"weaver_sha256": "0" * 64}, {"candidate_pool_size": 9},
-        {"tree_verify": "traversal"},
-    ]  # fmt: skip
-    for change in changes:
-        speculative.weaver_settings = dataclass_replace(settings, **change)
-        hashes.add(config.compute_hash())
-    assert len(hashes) == 2 + len(changes)
-    assert {key for change in changes for key in change} == set(vars(settings))
+def test_hash_differs_from_plain_dflash_and_is_one_for_all_budgets(hybrid: str, draft: str) -> None:
+    plain = build(hybrid, {"method": DFLASH, "model": draft, "num_speculative_tokens": 7}).compute_hash()
+    ours = {
+        build(hybrid, chain(draft, **change)).compute_hash()
+        for change in ({}, {"num_speculative_tokens": 17}, {"proposal": "ddtree"})
+    }
+    assert len(ours) == 1 and plain not in ours
 
 
 # --- mistakes --------------------------------------------------------------------------------------------

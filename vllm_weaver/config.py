@@ -11,7 +11,7 @@ import difflib
 import json
 import textwrap
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from pydantic import SkipValidation, ValidationError
@@ -183,11 +183,12 @@ class WeaverSpeculativeConfig(SpeculativeConfig):
         return self.weaver_settings is None and bool(super().use_eagle_block_drop())
 
     def compute_hash(self) -> str:
-        """Upstream's hash, and for trees every setting and our version: compiled graphs depend on them."""
+        """Upstream's hash, and for trees the method and our version. Compiled graphs end where attention and
+        GDN begin, so that none depends on a budget or a proposal: a sweep over budgets compiles once."""
         inherited = super().compute_hash()
         if self.weaver_settings is None:
             return inherited
-        factors = json.dumps([inherited, __version__, asdict(self.weaver_settings)], sort_keys=True)
+        factors = json.dumps([inherited, __version__, METHOD])
         return safe_hash(factors.encode(), usedforsecurity=False).hexdigest()
 
     def __repr__(self) -> str:

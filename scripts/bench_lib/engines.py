@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from bench_lib.provenance import BenchmarkError, say
-from bench_lib.shapes import BLOCK
 
 WARM_UP = 8  # steps left out at the start of every run
 
@@ -40,16 +39,14 @@ class Arm:
 
     def options(self, models: dict[str, Path]) -> dict[str, Any]:
         """Engine options that make the arm."""
-        sizes = sorted({self.rows, BLOCK} if self.method else {1})
-        options: dict[str, Any] = {"cudagraph_capture_sizes": sizes}
         if self.method is None:
-            return options
+            return {}
         config = {"method": self.method, "model": str(models["draft"]), "num_speculative_tokens": self.budget}
         if self.method == "dflash_tfm":
             config["proposal"] = self.proposal
             if self.proposal == "weaver":
                 config["weaver"] = str(models["weaver"])
-        return options | {"speculative_config": config}
+        return {"speculative_config": config}
 
 
 def share_dummy_weights() -> None:
