@@ -235,9 +235,7 @@ class TreeStateMixin:
         self._slots = None
         if self.gdn_layers and self.vllm_config.cache_config.mamba_cache_mode == "align":  # type: ignore[attr-defined]
             ids, spec = self._get_mamba_group_info(kv_cache_config)  # type: ignore[attr-defined]
-            self._slots = StateSlots(
-                [tables[i] for i in ids], spec.block_size, self.settings.depth + 1, self.step.device
-            )
+            self._slots = StateSlots([tables[i] for i in ids], spec.block_size, self.settings.depth + 1)
             for i, working in zip(ids, self._slots.working, strict=True):
                 tables[i] = working
             self._boundary_tables = {
