@@ -11,7 +11,7 @@ before the forward pass. A step that starts with b tokens and commits p of them 
 
 The second one is a *boundary*; without drafts it is always the working block itself. vLLM's own way to fill
 it takes the state of every draft position from memory; here it is a second commit, along the path's first
-a - b nodes.
+a - b nodes. Steps in which no path can reach a boundary, by what the host knows of their lengths, go without.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,8 +41,15 @@ class StateSlots:
         boundary_path int32 [max requests]: path nodes up to the boundary; 0 where there is none to fill.
     """
 
-    def __init__(self, tables: Sequence[Tensor], block_size: int, longest_path: int) -> None:
+    def __init__(
+        self, tables: Sequence[Tensor], block_size: int, longest_path: int, unsettled_drafts: int
+    ) -> None:
         """Buffers for the block tables int32 [max requests, columns] of the groups, rows in batch order.
+
+        Args:
+            longest_path: nodes of an accepted path, at most.
+            unsettled_drafts: drafts of a request, at most, in steps whose outputs the scheduler has not seen
+            when it schedules the next one; it counts them as computed.
 
         Raises:
             ValueError: a path of `longest_path` nodes may cross two boundaries.
@@ -52,6 +60,8 @@ class StateSlots:
                 f"states within an accepted path of up to {longest_path}; set --block-size to at least "
                 f"{longest_path} or use --no-enable-prefix-caching."
             )
+        self.longest_path = longest_path
+        self.unsettled_drafts = unsettled_drafts
         self._buffers = SlotBuffers.allocate(tables, block_size)
         self.working, self.boundary = self._buffers.working, self._buffers.boundary
         self.boundary_path = self._buffers.boundary_path
@@ -60,6 +70,17 @@ class StateSlots:
     def locate(self, seq_lens: Tensor, num_reqs: int) -> None:
         """Fill `working` for a step; seq_lens int32 [>= num_reqs], tokens at its end, drafts included."""
         locate_states(self._buffers, seq_lens[:num_reqs])
+
+    def may_cross(self, computed: np.ndarray) -> bool:
+        """Whether a path may cross a boundary, as far as the host knows; never False where one does.
+
+        Args:
+            computed: int [trees], the scheduler's counts of computed tokens. One is at least what the device
+            has, and above it by the rejected ones of the unsettled drafts.
+        """
+        size = self._buffers.block_size
+        least = np.maximum(computed - self.unsettled_drafts, 0)
+        return bool(((computed + self.longest_path) // size > least // size).any())
 
     def start_boundaries(
         self, step: TreeStep, idx_mapping: Tensor, context: MambaSpecDecodeGPUContext
