@@ -71,6 +71,7 @@ class TreeStateMixin:
         self._boundary_plan: gdn.CommitPlan | None = None
         self._slots: StateSlots | None = None  # None where column 0 of a block table is the state's
         self._boundary_tables: dict[str, Tensor] = {}
+        self._may_cross = False
         self.attention_layers: dict[str, Any] = {
             name: layer
             for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items()
@@ -153,6 +154,9 @@ class TreeStateMixin:
         self._captured |= for_capture
         if self._slots is not None:
             self._slots.locate(input_batch.seq_lens, input_batch.num_reqs)
+            self._may_cross = self._slots.may_cross(
+                input_batch.num_computed_tokens_np[: input_batch.num_reqs][is_tree]
+            )
         self._attach(metadata, block_tables, kv_cache_config)
         self._metadata = metadata
         if not dummy:
@@ -235,8 +239,10 @@ class TreeStateMixin:
         self._slots = None
         if self.gdn_layers and self.vllm_config.cache_config.mamba_cache_mode == "align":  # type: ignore[attr-defined]
             ids, spec = self._get_mamba_group_info(kv_cache_config)  # type: ignore[attr-defined]
+            # Drafts of the step before may be unsettled, unless the scheduler waits for every step's output.
+            unsettled = (self.vllm_config.max_concurrent_batches - 1) * self.settings.budget  # type: ignore[attr-defined]
             self._slots = StateSlots(
-                [tables[i] for i in ids], spec.block_size, self.settings.depth + 1, self.step.device
+                [tables[i] for i in ids], spec.block_size, self.settings.depth + 1, unsettled
             )
             for i, working in zip(ids, self._slots.working, strict=True):
                 tables[i] = working
@@ -262,9 +268,10 @@ class TreeStateMixin:
             self._gdn_plan = gdn.CommitPlan.build(_pairs(self.gdn_layers, self._tables))
             if self._slots is not None:
                 self._boundary_plan = gdn.CommitPlan.build(_pairs(self.gdn_layers, self._boundary_tables))
+                self._may_cross = True  # so that kernels are compiled in a warm-up, not when a path crosses
         if step.drafts_verified and self._kv_plan is not None:
             attention.commit(self._kv_plan, step)
-        if self._slots is not None and self._boundary_plan is not None:
+        if self._slots is not None and self._boundary_plan is not None and self._may_cross:
             # First: it starts from the states before the step, which the commit below replaces.
             self._slots.start_boundaries(step, idx_mapping, self._mamba_ctx)  # type: ignore[attr-defined]
             gdn.commit(self._boundary_plan, step, self._slots.boundary_path[: step.num_reqs])

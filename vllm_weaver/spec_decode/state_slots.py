@@ -11,7 +11,7 @@ before the forward pass. A step that starts with b tokens and commits p of them 
 
 The second one is a *boundary*; without drafts it is always the working block itself. vLLM's own way to fill
 it takes the state of every draft position from memory; here it is a second commit, along the path's first
-a - b nodes.
+a - b nodes. Steps in which no path can reach a boundary, by what the host knows of their lengths, go without.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from vllm_weaver.kernels.state_slots import SlotBuffers, find_boundaries, locate_states
 
 if TYPE_CHECKING:
     from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
@@ -39,13 +42,14 @@ class StateSlots:
     """
 
     def __init__(
-        self,
-        tables: Sequence[Tensor],
-        block_size: int,
-        longest_path: int,
-        device: torch.device,
+        self, tables: Sequence[Tensor], block_size: int, longest_path: int, unsettled_drafts: int
     ) -> None:
         """Buffers for the block tables int32 [max requests, columns] of the groups, rows in batch order.
+
+        Args:
+            longest_path: nodes of an accepted path, at most.
+            unsettled_drafts: drafts of a request, at most, in steps whose outputs the scheduler has not seen
+            when it schedules the next one; it counts them as computed.
 
         Raises:
             ValueError: a path of `longest_path` nodes may cross two boundaries.
@@ -56,28 +60,27 @@ class StateSlots:
                 f"states within an accepted path of up to {longest_path}; set --block-size to at least "
                 f"{longest_path} or use --no-enable-prefix-caching."
             )
-        self.block_size = block_size
-        self._tables = list(tables)
-        requests = tables[0].shape[0]
-
-        def buffers() -> list[Tensor]:
-            return [torch.zeros(requests, 1, dtype=torch.int32, device=device) for _ in tables]
-
-        self.working, self.boundary = buffers(), buffers()
-        self.boundary_path = torch.zeros(requests, dtype=torch.int32, device=device)
-        self._columns = torch.zeros(requests, dtype=torch.int64, device=device)
-        # By request state index, as vLLM's copy kernel reads them.
-        self._source = torch.full((requests,), -1, dtype=torch.int32, device=device)
-        self._target = torch.zeros(requests, dtype=torch.int32, device=device)
-        self._no_shift = torch.zeros(requests, dtype=torch.int32, device=device)
+        self.longest_path = longest_path
+        self.unsettled_drafts = unsettled_drafts
+        self._buffers = SlotBuffers.allocate(tables, block_size)
+        self.working, self.boundary = self._buffers.working, self._buffers.boundary
+        self.boundary_path = self._buffers.boundary_path
+        self._no_shift = torch.zeros_like(self.boundary_path)
 
     def locate(self, seq_lens: Tensor, num_reqs: int) -> None:
-        """Fill `working` for a step; seq_lens int [>= num_reqs], tokens at its end, drafts included."""
-        columns = self._columns[:num_reqs]
-        columns.copy_((seq_lens[:num_reqs] - 1).div(self.block_size, rounding_mode="floor").clamp(min=0))
-        for table, working in zip(self._tables, self.working, strict=True):
-            working[:num_reqs] = table[:num_reqs].gather(1, columns[:, None])
-            working[num_reqs:] = 0
+        """Fill `working` for a step; seq_lens int32 [>= num_reqs], tokens at its end, drafts included."""
+        locate_states(self._buffers, seq_lens[:num_reqs])
+
+    def may_cross(self, computed: np.ndarray) -> bool:
+        """Whether a path may cross a boundary, as far as the host knows; never False where one does.
+
+        Args:
+            computed: int [trees], the scheduler's counts of computed tokens. One is at least what the device
+            has, and above it by the rejected ones of the unsettled drafts.
+        """
+        size = self._buffers.block_size
+        least = np.maximum(computed - self.unsettled_drafts, 0)
+        return bool(((computed + self.longest_path) // size > least // size).any())
 
     def start_boundaries(
         self, step: TreeStep, idx_mapping: Tensor, context: MambaSpecDecodeGPUContext
@@ -85,20 +88,9 @@ class StateSlots:
         """Fill `boundary` and `boundary_path`, and copy the states before the step to the boundaries.
 
         Args:
-            step: after its walk. idx_mapping int32 [R]: request state indices.
+            step: after its walk. idx_mapping int [R]: request state indices.
             context: vLLM's table of the states' addresses, for its copy kernel.
         """
-        rows = step.num_reqs
-        start, nodes, working = step.base, step.num_path.long(), self._columns[:rows]
-        end = start + nodes
-        last = end.div(self.block_size, rounding_mode="floor")  # boundaries at or before the end
-        needed = (nodes > 0) & (last * self.block_size > start) & (last - 1 != working)
-        column = (last - 1).clamp(min=0)
-        self.boundary_path[:rows] = torch.where(needed, last * self.block_size - start, 0)
-        for table, boundary in zip(self._tables, self.boundary, strict=True):
-            found = table[:rows].gather(1, column[:, None])
-            boundary[:rows] = found.masked_fill(~needed[:, None], 0)
-        index = idx_mapping[:rows].long()
-        self._source[index] = torch.where(needed, working, -1).int()
-        self._target[index] = column.int()
-        context.run_fused_precopy(rows, self._target, self._source, self._no_shift, idx_mapping)
+        buffers = self._buffers
+        find_boundaries(buffers, step.base, step.num_path, idx_mapping)
+        context.run_fused_precopy(step.num_reqs, buffers.target, buffers.source, self._no_shift, idx_mapping)
