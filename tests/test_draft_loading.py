@@ -55,7 +55,7 @@ class Target(nn.Module):
         self.model.embed_tokens = VocabParallelEmbedding(vocab, models.HIDDEN, params_dtype=torch.bfloat16)
         self.model.embed_tokens.weight.data.normal_()
         head = packed or quantized.plain(heads.weight(5, vocab))
-        self.lm_head = heads.layer_of(head, vocab=vocab)
+        self.lm_head = quantized.layer_of(head)
 
 
 def target_folder(root: Path, **changes: Any) -> str:
