@@ -94,9 +94,10 @@ def random_head(vocab: int, hidden: int, algo: str | None) -> quantized.Packed:
     tensors = {
         "weight": codes,
         "weight_scale": scales.uniform_(32, 448).to(torch.float8_e4m3fn),
-        "weight_scale_2": torch.tensor(1e-3, device=DEVICE),
+        "weight_scale_2": torch.tensor(1e-3),
     }
-    meaning = quantized.nvfp4_meaning(*(part[:256].cpu() for part in (codes, tensors["weight_scale"])), 1e-3)
+    first = (codes[:256].cpu(), tensors["weight_scale"][:256].cpu(), tensors["weight_scale_2"])
+    meaning = quantized.nvfp4_meaning(*first)
     return quantized.Packed(quantized.head_only(algo), tensors, meaning, method="modelopt_mixed")
 
 
