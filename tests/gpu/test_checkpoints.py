@@ -36,10 +36,11 @@ PARAMETERS = 1_000_000_000
 TOKENS = 200
 # By format: the kernel that vLLM must have taken on sm_90, and the largest gap of a near-tie. An FP8 head
 # rounds its inputs to 3 bits of mantissa: states that differ in their last bit of bf16 get codes an eighth
-# apart where a boundary lies between them, which about doubles the noise of the logits.
+# apart where a boundary lies between them. With 8 narrow layers on a CPU that made gaps of up to 0.17, where
+# W4A16 had 0.05.
 HEADS = {
     "W4A16_NVFP4": ("MarlinNvFp4LinearKernel", RANDOM_TIE),
-    "FP8": ("CutlassFP8ScaledMMLinearKernel", 2 * RANDOM_TIE),
+    "FP8": ("CutlassFP8ScaledMMLinearKernel", 3 * RANDOM_TIE),
 }
 TABLES_EXTRA = 512 << 20
 
