@@ -9,17 +9,11 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+step=image
 # shellcheck source=scripts/ops_lib/engine.sh
 source "$root/scripts/ops_lib/engine.sh"
 context=""
 trap '[ -z "$context" ] || rm -rf "$context"' EXIT
-
-say() { echo "image: $*" >&2; }
-fail() {
-    echo "image: FAILED: $*" >&2
-    exit 1
-}
-value_of() { if [ $# -lt 2 ] || [ -z "$2" ]; then fail "$1 needs a value"; fi; }
 
 base=$(sed -n 's/^ARG BASE=//p' "$root/Dockerfile.overlay" | head -n 1)
 tag=""

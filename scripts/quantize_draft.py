@@ -130,6 +130,7 @@ def run_of(args: argparse.Namespace, draft: str, config: dict[str, Any]) -> capt
         args.temperature,
         args.batch,
         args.max_model_len,
+        args.engine,
     )
 
 
@@ -206,6 +207,17 @@ def evaluate(args: argparse.Namespace) -> None:
         print(f"{folder}: accepted length {length:.3f} over {steps} steps", flush=True)
 
 
+def engine_options(text: str) -> dict[str, Any]:
+    """The value of --engine: a JSON object."""
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON ({error})") from None
+    if not isinstance(options, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object; give {{"option": value}}')
+    return options
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -221,6 +233,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.7, help="0.7")
     parser.add_argument("--batch", type=int, default=4, help="prompts at a time (4)")
     parser.add_argument("--max-model-len", type=int, default=8192, help="8192")
+    parser.add_argument(
+        "--engine",
+        type=engine_options,
+        default={},
+        metavar="JSON",
+        help="more options of vLLM's LLM: '{\"gpu_memory_utilization\": 0.8}'",
+    )
     args = parser.parse_args(argv)
     if args.evaluate is None and (args.draft is None or args.out is None):
         parser.error("--draft and --out are needed, unless --evaluate is given")

@@ -11,16 +11,11 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+step=verify
 # shellcheck source=scripts/ops_lib/engine.sh
 source "$root/scripts/ops_lib/engine.sh"
 container=""
 trap '[ -z "$container" ] || buildah rm "$container" >/dev/null' EXIT
-
-say() { echo "verify: $*" >&2; }
-fail() {
-    echo "verify: FAILED: $*" >&2
-    exit 1
-}
 
 image=""
 engine=${ENGINE:-}
@@ -29,7 +24,7 @@ device=""
 while [ $# -gt 0 ]; do
     case $1 in
     --engine | --commit)
-        if [ $# -lt 2 ] || [ -z "$2" ]; then fail "$1 needs a value"; fi
+        value_of "$@"
         declare "${1#--}=$2" && shift 2
         ;;
     --gpu | --cpu) device=${1#--} && shift ;;

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 GROUP = 16
@@ -41,6 +41,26 @@ def nvfp4_meaning(packed: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1).long()
     values = E2M1[codes & 7] * torch.where(codes >= 8, -1.0, 1.0)
     return values * scale.double().repeat_interleave(GROUP, dim=1) * factor.double()
+
+
+def layer_of(packed: Packed, kind: str = "lm_head", vocab: int | None = None) -> nn.Module:
+    """vLLM's own layer (`lm_head` or `embed_tokens`) with this weight, loaded by its own loaders, on torch's
+    current device; needs a current VllmConfig. vocab: rows, where `meaning` has not all of them."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    config = get_quantization_config(packed.method).from_config(packed.config) if packed.method else None
+    cls = ParallelLMHead if kind == "lm_head" else VocabParallelEmbedding
+    rows, hidden = vocab or len(packed.meaning), packed.meaning.shape[1]
+    layer = cls(rows, hidden, params_dtype=torch.bfloat16, quant_config=config, prefix=kind)
+    parameters = dict(layer.named_parameters())
+    # A scale that old files have; vLLM reads and drops it.
+    legacy = {"input_scale"} if packed.method == "modelopt_mixed" else set()
+    assert parameters.keys() - legacy == packed.tensors.keys()
+    for name, tensor in packed.tensors.items():
+        parameters[name].weight_loader(parameters[name], tensor)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
 
 
 def compressed(weight: Tensor, weights: dict[str, Any], inputs: dict[str, Any] | None, format: str) -> Any:
@@ -126,12 +146,16 @@ def modelopt_nvfp4(weight: Tensor) -> Packed:
     return Packed(config, tensors, meaning, error=0.16, method="modelopt_fp4")
 
 
+def head_only(algo: str) -> dict[str, Any]:
+    """The quantization config of a checkpoint with nothing but its lm_head quantized, W4A16_NVFP4 or FP8."""
+    layers = {"lm_head": {"quant_algo": algo} | ({} if algo == "FP8" else {"group_size": GROUP})}
+    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+
+
 def modelopt_mixed_w4a16(weight: Tensor) -> Packed:
     """The format of the lm_head of the released NVFP4 targets."""
     tensors, meaning = _modelopt_nvfp4(weight)
-    layers = {"lm_head": {"quant_algo": "W4A16_NVFP4", "group_size": GROUP}}
-    config = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}
-    return Packed(config, tensors, meaning, method="modelopt_mixed")
+    return Packed(head_only("W4A16_NVFP4"), tensors, meaning, method="modelopt_mixed")
 
 
 def compressed_nvfp4(weight: Tensor, inputs: bool = True) -> Packed:

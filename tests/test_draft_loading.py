@@ -4,6 +4,7 @@ numbers mean in float64, whatever the target's quantization is."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,22 @@ class Target(nn.Module):
         self.model.embed_tokens = VocabParallelEmbedding(vocab, models.HIDDEN, params_dtype=torch.bfloat16)
         self.model.embed_tokens.weight.data.normal_()
         head = packed or quantized.plain(heads.weight(5, vocab))
-        self.lm_head = heads.layer_of(head, vocab=vocab)
+        self.lm_head = quantized.layer_of(head)
 
 
 def target_folder(root: Path, **changes: Any) -> str:
     size = dict(vocab_size=models.VOCAB, hidden_size=models.HIDDEN, num_hidden_layers=3)
     return tiny.folder(root, "attention", **(size | changes))
+
+
+def config_with(root: Path, draft: Path, **changes: Any) -> Any:
+    """A VllmConfig with the draft, for a target folder with these changes."""
+    speculative = {
+        "method": "dflash_tfm", "model": str(draft), "num_speculative_tokens": 9, "proposal": "ddtree",
+    }  # fmt: skip
+    return tiny.engine_args(
+        target_folder(root, **changes), load_format="auto", speculative_config=speculative
+    ).create_engine_config()
 
 
 def load(root: Path, draft: Path, target: Target | None = None, **changes: Any) -> Any:
@@ -70,12 +81,7 @@ def load(root: Path, draft: Path, target: Target | None = None, **changes: Any) 
 
     from vllm_weaver.draft import check_draft_files, fit_loaded_draft, keep_own_head
 
-    speculative = {
-        "method": "dflash_tfm", "model": str(draft), "num_speculative_tokens": 9, "proposal": "ddtree",
-    }  # fmt: skip
-    config = tiny.engine_args(
-        target_folder(root, **changes), load_format="auto", speculative_config=speculative
-    ).create_engine_config()
+    config = config_with(root, draft, **changes)
     with set_current_vllm_config(config):
         target = target or Target()
         facts = check_draft_files(config)
@@ -189,3 +195,28 @@ def test_second_generation(tmp_path: Path) -> None:
     hidden = torch.randn(3, models.HIDDEN).bfloat16()
     doubled = model.lm_head.quant_method.apply(model.lm_head, hidden) * 2
     torch.testing.assert_close(model.compute_logits(hidden), doubled[:, : models.VOCAB])
+
+
+def test_files_are_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker in a process of its own knows what was checked while the configuration was built, unless the
+    files have changed."""
+    from vllm_weaver.draft import check_draft_files
+    from vllm_weaver.spec_decode import draft_checkpoint
+
+    folder = models.random_draft(tmp_path / "draft")
+    config = pickle.loads(pickle.dumps(config_with(tmp_path, folder)))
+    check, checked = draft_checkpoint.check_draft, []
+
+    def counted(*args: Any) -> Any:
+        checked.append(args)
+        return check(*args)
+
+    monkeypatch.setattr(draft_checkpoint, "check_draft", counted)
+    facts = check_draft_files(config)
+    assert facts == draft_checkpoint.DraftFacts(d2t=False, own_head=False, packed_head=False)
+    assert not checked
+    drafts.edit(folder, lambda weights: weights.update({"lm_head.weight": torch.ones(models.VOCAB, 64)}))
+    assert check_draft_files(config).own_head and len(checked) == 1
+    drafts.edit(folder, lambda weights: weights.pop("norm.weight"))
+    with pytest.raises(ValueError, match="lacks norm.weight"):
+        check_draft_files(config)

@@ -233,6 +233,22 @@ def test_refusals(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captur
     bad.write_text("{}\n")
     assert run("--target", target, "--draft", draft, "--out", out, "--prompts", bad) == 1
     assert "cannot be read: KeyError" in capsys.readouterr().err
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("text")
+    command = ("--target", target, "--draft", draft, "--out", out, "--prompts", prompts, "--engine")
+    for options, sentence in (
+        (
+            '{"enforce_eager": false, "model": "x"}',
+            "--engine has enforce_eager, model, which this script sets",
+        ),
+        ('{"gpu_memory": 1}', "--engine has gpu_memory, which vLLM's LLM does not have"),
+    ):
+        assert run(*command, options) == 1
+        assert sentence in capsys.readouterr().err
+    for options, sentence in (("{", "'{' is no JSON"), ("[]", "'[]' is no JSON object")):
+        with pytest.raises(SystemExit):
+            run(*command, options)
+        assert sentence in capsys.readouterr().err
     drafts.configure(draft, num_target_layers=9)
     assert run("--target", target, "--draft", draft, "--out", out, "--rtn") == 1
     assert "num_target_layers is 9" in capsys.readouterr().err

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import quantized, tiny
+from tests.quantized import layer_of
 from tests.test_weaver import random_head
 from vllm_weaver import cpu
 from vllm_weaver.spec_decode.weaver import WeaverConfig
@@ -31,16 +32,7 @@ CONFIG = WeaverConfig(
 def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A VllmConfig that is current, and a process group of one."""
     cpu.prepare()
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, parallel_state
-
-    root = tmp_path_factory.mktemp("models")
-    config = tiny.engine_args(tiny.folder(root, "attention")).create_engine_config()
-    with set_current_vllm_config(config):
-        if not torch.distributed.is_initialized():
-            init_distributed_environment(1, 0, f"file://{root / 'rendezvous'}", 0, "gloo")
-        if not parallel_state.model_parallel_is_initialized():
-            parallel_state.initialize_model_parallel()
+    with tiny.current_config(tmp_path_factory.mktemp("models")) as config:
         yield config
 
 
@@ -83,24 +75,6 @@ def emulated(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "MarlinNvFp4LinearKernel", Fp4Weights)
 
 
-def layer_of(packed: quantized.Packed, kind: str = "lm_head", vocab: int = VOCAB) -> nn.Module:
-    """vLLM's own layer with this weight, loaded by its own loaders."""
-    from vllm.model_executor.layers.quantization import get_quantization_config
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-    config = get_quantization_config(packed.method).from_config(packed.config) if packed.method else None
-    cls = ParallelLMHead if kind == "lm_head" else VocabParallelEmbedding
-    layer = cls(vocab, HIDDEN, params_dtype=torch.bfloat16, quant_config=config, prefix=kind)
-    parameters = dict(layer.named_parameters())
-    # A scale that old files have; vLLM reads and drops it.
-    legacy = {"input_scale"} if packed.method == "modelopt_mixed" else set()
-    assert parameters.keys() - legacy == packed.tensors.keys()
-    for name, tensor in packed.tensors.items():
-        parameters[name].weight_loader(parameters[name], tensor)
-    layer.quant_method.process_weights_after_loading(layer)
-    return layer
-
-
 def target(embedding: nn.Module, lm_head: nn.Module) -> Any:
     """A target with these two layers."""
     return SimpleNamespace(model=SimpleNamespace(embed_tokens=embedding), lm_head=lm_head)
@@ -118,7 +92,7 @@ def test_residual_table(name: str) -> None:
 
     vocab = 512 if name in ("gptq", "awq") else VOCAB  # vLLM loads these with rows of whole tiles only
     packed = quantized.FORMATS[name](weight(rows=vocab))
-    lm_head = layer_of(packed, vocab=vocab)
+    lm_head = layer_of(packed)
     head = random_head(CONFIG, dtype=torch.bfloat16)
     with torch.no_grad():
         head.lm_head_query_in.weight.mul_(0.01)  # far smaller than the inputs that static scales expect
@@ -196,8 +170,8 @@ def test_padded_ids_are_never_candidates(
     save_weaver(random_head(CONFIG, dtype=torch.float32), tmp_path / "weaver.safetensors")
     path = str(tmp_path / "weaver.safetensors") if proposal == "weaver" else None
     ends = target(
-        layer_of(quantized.plain(weight(1, embed)), "embed_tokens", embed),
-        layer_of(quantized.plain(weight(2, head)), "lm_head", head),
+        layer_of(quantized.plain(weight(1, embed)), "embed_tokens"),
+        layer_of(quantized.plain(weight(2, head))),
     )
     settings = WeaverSettings(budget=24, depth=4, proposal=proposal, weaver=path)
     proposer = build_proposer(settings, ends, draft, torch.bfloat16, torch.device("cpu"))

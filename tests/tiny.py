@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +85,19 @@ def engine_args(model: str, **changes: Any) -> Any:
         max_model_len=256,
     )
     return EngineArgs(**(options | changes))
+
+
+@contextlib.contextmanager
+def current_config(root: Path) -> Iterator[Any]:
+    """A VllmConfig that is current, and a process group of one: what single layers of vLLM need."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, parallel_state
+
+    config = engine_args(folder(root, "attention")).create_engine_config()
+    with set_current_vllm_config(config):
+        if not torch.distributed.is_initialized():
+            init_distributed_environment(1, 0, f"file://{root / 'rendezvous'}", 0, "gloo")
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel()
+        yield config

@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 
 # Load formats that read the draft's .safetensors files; only those can be looked into beforehand.
 _SAFETENSORS_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor")
+_CHECKED = "dflash_tfm_checked"  # attribute of the draft's ModelConfig: what was checked, and the facts
 _NEEDED = ["*.safetensors", "*.json", "*.pt", "*.sha256", "SHA256SUMS*", "sha256sums*"]
 
 
 def check_draft_files(vllm_config: VllmConfig) -> DraftFacts | None:
     """Check the draft's files against its own config and the target; None where the load format has no files
-    to look into (dummy weights, or other kinds than .safetensors)."""
+    to look into (dummy weights, or other kinds than .safetensors).
+
+    The result travels with the configuration, into other processes too; where it is there and the files are
+    as they were, none is read again."""
     from vllm.model_executor.model_loader.utils import get_draft_load_config
 
     from vllm_weaver.spec_decode.draft_checkpoint import TargetShape, check_draft
@@ -42,10 +46,22 @@ def check_draft_files(vllm_config: VllmConfig) -> DraftFacts | None:
     shape = TargetShape(
         target.get_hidden_size(), target.get_total_num_hidden_layers(), target.get_vocab_size()
     )
+    checked = (str(folder), _stamp(folder), shape)
+    known = getattr(draft, _CHECKED, None)
+    if known is not None and known[0] == checked:
+        return known[1]
     try:
-        return check_draft(folder, draft.hf_config, own_quantization(draft.hf_config, folder), shape)
+        facts = check_draft(folder, draft.hf_config, own_quantization(draft.hf_config, folder), shape)
     except ValueError as error:
         raise ConfigError(f"speculative config: {error}") from None
+    setattr(draft, _CHECKED, (checked, facts))
+    return facts
+
+
+def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and time of change of every file in the folder."""
+    found = ((file.name, file.stat()) for file in folder.iterdir() if file.is_file())
+    return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found))
 
 
 def keep_own_head(hf_config: Any, facts: DraftFacts, target_lm_head: Any) -> None:

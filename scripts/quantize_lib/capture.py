@@ -8,8 +8,8 @@ import contextlib
 import gc
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from scripts.quantize_lib.nvfp4 import FUSED_MODULES
 
 @dataclass(frozen=True)
 class Run:
-    """How prompts are run: the target and draft folders, and generation."""
+    """How prompts are run: the target and draft folders, generation, and more options of vLLM's `LLM`."""
 
     target: str
     draft: str
@@ -29,6 +29,31 @@ class Run:
     temperature: float
     batch: int
     max_model_len: int
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def options(self) -> dict[str, Any]:
+        """All options of the `LLM`; ValueError, one sentence, where `engine` has one that is set here or that
+        vLLM does not know."""
+        from vllm.engine.arg_utils import EngineArgs
+
+        ours: dict[str, Any] = {
+            "model": self.target,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.batch,
+            "enforce_eager": True,  # hooks see every step
+            "enable_prefix_caching": False,  # a cached prompt would not pass through the draft again
+            "disable_log_stats": False,
+            "speculative_config": {
+                "method": "dflash",
+                "model": self.draft,
+                "num_speculative_tokens": self.depth,
+            },
+        }
+        if taken := sorted(ours.keys() & self.engine.keys()):
+            raise ValueError(f"--engine has {', '.join(taken)}, which this script sets itself; leave it out")
+        if unknown := sorted(self.engine.keys() - {known.name for known in fields(EngineArgs)}):
+            raise ValueError(f"--engine has {', '.join(unknown)}, which vLLM's LLM does not have")
+        return ours | dict(self.engine)
 
 
 @dataclass
@@ -64,7 +89,9 @@ def load_calibration(path: Path, key: str) -> Calibration:
 
 def key_of(run: Run, prompts: Sequence[Any], weights: Path) -> str:
     """Identity of a calibration: everything that changes what is captured."""
-    digest = hashlib.sha256(json.dumps([run.tokens, run.temperature, list(prompts)]).encode())
+    digest = hashlib.sha256(
+        json.dumps([run.tokens, run.temperature, list(prompts), dict(run.engine)], sort_keys=True).encode()
+    )
     digest.update(Path(run.target).name.encode())
     for file in sorted(weights.glob("*.safetensors")):
         with file.open("rb") as content:
@@ -74,24 +101,11 @@ def key_of(run: Run, prompts: Sequence[Any], weights: Path) -> str:
 
 @contextlib.contextmanager
 def serving(run: Run) -> Iterator[Any]:
-    """An eager `LLM` in this process with the draft active (`method=dflash`), shut down at the end.
-
-    In eager mode hooks see every step; in one process they can be put into the draft."""
+    """An eager `LLM` in this process, where hooks can be put into the draft (`method=dflash`); shut down at
+    the end."""
     from vllm import LLM
 
-    llm = LLM(
-        run.target,
-        max_model_len=run.max_model_len,
-        max_num_seqs=run.batch,
-        enforce_eager=True,
-        enable_prefix_caching=False,  # a cached prompt would not pass through the draft again
-        disable_log_stats=False,
-        speculative_config={
-            "method": "dflash",
-            "model": run.draft,
-            "num_speculative_tokens": run.depth,
-        },
-    )
+    llm = LLM(**run.options())
     try:
         yield llm
     finally:

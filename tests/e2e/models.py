@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import checkpoints
 from tests.e2e.harness import DEMO
 
 VOCAB, HIDDEN, BLOCK = 256, 64, 8
@@ -61,6 +62,11 @@ def wrapper(path: Path) -> Path:
             tensor
         )
     save_file(weights, path / "model.safetensors")
+    return with_tokenizer(path)
+
+
+def with_tokenizer(path: Path) -> Path:
+    """Puts the demo target's tokenizer into a model's folder; returns the folder."""
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(DEMO / "target" / file, path / file)
     return path
@@ -115,37 +121,7 @@ def random_draft(path: Path, max_position_embeddings: int = 1024, vocab: int = V
     }
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(2)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * 0.1
-
-    weights = {
-        "fc.weight": random(HIDDEN, 2 * HIDDEN),
-        "hidden_norm.weight": torch.ones(HIDDEN),
-        "norm.weight": torch.ones(HIDDEN),
-    }
-    for layer in range(layers):
-        prefix = f"layers.{layer}."
-        for name, rows, columns in (
-            ("self_attn.q_proj", heads * dim, HIDDEN),
-            ("self_attn.k_proj", kv_heads * dim, HIDDEN),
-            ("self_attn.v_proj", kv_heads * dim, HIDDEN),
-            ("self_attn.o_proj", HIDDEN, heads * dim),
-            ("mlp.gate_proj", inter, HIDDEN),
-            ("mlp.up_proj", inter, HIDDEN),
-            ("mlp.down_proj", HIDDEN, inter),
-        ):
-            weights[f"{prefix}{name}.weight"] = random(rows, columns)
-        for name, size in (
-            ("self_attn.q_norm", dim),
-            ("self_attn.k_norm", dim),
-            ("input_layernorm", HIDDEN),
-            ("post_attention_layernorm", HIDDEN),
-        ):
-            weights[f"{prefix}{name}.weight"] = torch.ones(size)
-    save_file(weights, path / "model.safetensors")
-    return path
+    return checkpoints.random_draft(path, torch.device("cpu"), torch.float32)
 
 
 def with_text(root: Path) -> Path:
@@ -160,9 +136,8 @@ def with_text(root: Path) -> Path:
     vocab = first + 16  # and some that no text has, as the padded end of a vocabulary
     attention_only(root / "target", vocab)
     random_draft(root / "draft", vocab=vocab)
+    with_tokenizer(root / "target")
     (root / "target" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    for file in ("tokenizer_config.json", "generation_config.json"):
-        shutil.copy(DEMO / "target" / file, root / "target" / file)
     return root
 
 

@@ -30,12 +30,7 @@ def fp8_head(path: Path) -> Path:
     packed.tensors["input_scale"] = torch.tensor(30.0 / 448)
     save_file(weights | {f"lm_head.{n}": t for n, t in packed.tensors.items()}, path / "model.safetensors")
     config = json.loads((path / "config.json").read_text())
-    layers = {"lm_head": {"quant_algo": "FP8"}}
-    config["quantization_config"] = {
-        "quant_method": "modelopt",
-        "quant_algo": "MIXED_PRECISION",
-        "quantized_layers": layers,
-    }
+    config["quantization_config"] = quantized.head_only("FP8")
     (path / "config.json").write_text(json.dumps(config))
     return path
 

@@ -21,6 +21,7 @@ from vllm_weaver.spec_decode.weaver import WeaverHead
 # Largest number of the activation formats that have a static scale.
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _LARGEST_NVFP4 = 6.0 * 448.0
+_CHECKED_ROWS = 1 << 12  # of a table at a time
 
 
 class TargetEnds(NamedTuple):
@@ -96,6 +97,14 @@ def build_tables(head: WeaverHead, ends: TargetEnds) -> tuple[Tensor, Tensor]:
         ),
         head.residual_table(raw_logits(ends.lm_head)),
     )
+    rows = min(embedding.org_vocab_size, ends.lm_head.org_vocab_size)
+    for name, table in zip(("embedding", "lm_head"), tables, strict=True):
+        # In slices: of a whole table it would take twice the table's memory.
+        if not all(bool(part.isfinite().all()) for part in table[:rows].split(_CHECKED_ROWS)):
+            raise ValueError(
+                f"the Weaver table of the target's {name} has numbers that are not finite; "
+                "a scale of the target's checkpoint is missing or damaged"
+            )
     size = sum(table.nbytes for table in tables)
     peak = torch.cuda.max_memory_allocated(device) - before - size if on_gpu else None
     logger.info(
@@ -105,10 +114,4 @@ def build_tables(head: WeaverHead, ends: TargetEnds) -> tuple[Tensor, Tensor]:
         head.dtype,
         "memory was not measured (no CUDA device)" if peak is None else f"{peak / 2**20:.1f} MiB more",
     )
-    for name, table in zip(("embedding", "lm_head"), tables, strict=True):
-        if not table[: min(embedding.org_vocab_size, ends.lm_head.org_vocab_size)].isfinite().all():
-            raise ValueError(
-                f"the Weaver table of the target's {name} has numbers that are not finite; "
-                "a scale of the target's checkpoint is missing or damaged"
-            )
     return tables
