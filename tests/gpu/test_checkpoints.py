@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.test_engine import RANDOM_TIE, engine, follow  # prepares the environment, so it comes first
+from tests.gpu.test_engine import engine  # prepares the environment, so it comes first
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +26,7 @@ pytestmark = [
 from bench_lib.shapes import SHAPES, Shape, draft_config, target_config, write_models  # noqa: E402
 
 from tests import checkpoints, quantized, tiny  # noqa: E402
-from tests.e2e import harness, models, oracle  # noqa: E402
+from tests.e2e import following, harness, models, oracle  # noqa: E402
 
 DEVICE = torch.device("cuda")
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,14 +34,8 @@ OPTIONS = {"skip_tokenizer_init": True, "max_model_len": 1024, "max_num_seqs": 4
 SHAPE = SHAPES["2b"]
 PARAMETERS = 1_000_000_000
 TOKENS = 200
-# By format: the kernel that vLLM must have taken on sm_90, and the largest gap of a near-tie. An FP8 head
-# rounds its inputs to 3 bits of mantissa: states that differ in their last bit of bf16 get codes an eighth
-# apart where a boundary lies between them. With 8 narrow layers on a CPU that made gaps of up to 0.17, where
-# W4A16 had 0.05.
-HEADS = {
-    "W4A16_NVFP4": ("MarlinNvFp4LinearKernel", RANDOM_TIE),
-    "FP8": ("CutlassFP8ScaledMMLinearKernel", 3 * RANDOM_TIE),
-}
+# The kernel that vLLM must have taken on sm_90.
+HEADS = {"W4A16_NVFP4": "MarlinNvFp4LinearKernel", "FP8": "CutlassFP8ScaledMMLinearKernel"}
 TABLES_EXTRA = 512 << 20
 
 
@@ -62,29 +56,29 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("algo", HEADS)
 def test_quantized_head(pair: dict[str, Path], tmp_path: Path, algo: str) -> None:
     """Greedy decoding is plain decoding's, with Weaver's trees and with trees that are mostly accepted."""
-    kernel, tie = HEADS[algo]
     target = checkpoints.with_random_head(pair["target"], tmp_path / "target", algo, DEVICE)
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, SHAPE.vocab, (90 + 37 * i,), generator=generator).tolist() for i in range(4)]
     with engine("graphs", target, **OPTIONS) as llm:
         plain = harness.references(llm, prompts, TOKENS)
+        # An FP8 head rounds its inputs to 3 bits of mantissa, which widens near-ties.
+        noise = following.own_noise(llm, plain)
     config = {"method": "dflash_tfm", "model": str(pair["draft"]), "num_speculative_tokens": 32}
     config["weaver"] = str(pair["weaver"])
     with engine("graphs", target, speculative_config=config, **OPTIONS) as llm:
         runner = harness.runner(llm)
-        assert kernel_of(runner.model.lm_head) == kernel
+        assert kernel_of(runner.model.lm_head) == HEADS[algo]
         assert sum(parameter.numel() for parameter in runner.model.parameters()) >= PARAMETERS
-        ties = {"weaver": follow(llm, plain, 25)}
+        ties = {"weaver": following.follow(llm, plain)}
         steps = runner.model_state.step.stats.read()["verifies"] / len(plain)
-        assert min(runner.replays.values()) > 0.5 * steps, "decode steps did not replay their graphs"
+        assert min(runner.replays.values()) > 0.2 * steps, "decode steps did not replay their graphs"
         runner.speculator.query_cudagraph_manager._graphs_captured = False  # the oracle works on the host
         oracle.install(runner, plain, [oracle.second_child, oracle.late, oracle.wrong])
-        ties["oracle"] = follow(llm, plain, 50)
+        ties["oracle"] = following.follow(llm, plain)
         stats = runner.model_state.step.stats.read()
     for proposer, found in ties.items():
-        gaps = sorted((round(gap, 4) for _, _, gap in found), reverse=True)
-        print(f"{algo}, {proposer}: {len(gaps)} divergences in {TOKENS * len(plain)} tokens, gaps {gaps}")
-        assert not gaps or gaps[0] <= tie, f"{proposer}: not a near-tie"
+        print(f"{algo}, {proposer}:")
+        following.assert_near_ties(found, noise, TOKENS * len(plain))
     print(f"{algo}: {stats}")
     assert stats["branching_paths"] > 20, stats
 
@@ -121,7 +115,7 @@ def test_memory_of_tables(tmp_path: Path, algo: str | None) -> None:
         packed = random_head(shape.vocab, shape.hidden, algo)
         lm_head = quantized.layer_of(packed, vocab=shape.vocab)
         if algo is not None:
-            assert kernel_of(lm_head) == HEADS[algo][0]
+            assert kernel_of(lm_head) == HEADS[algo]
         embedding = quantized.layer_of(
             random_head(shape.vocab, shape.hidden, None), "embed_tokens", shape.vocab
         )
@@ -201,7 +195,7 @@ def test_quantize_draft(tmp_path: Path) -> None:
     with engine("graphs", target, speculative_config=config, **OPTIONS) as llm:
         runner = harness.runner(llm)
         # sm_90 has no FP4 arithmetic: inputs stay as they are.
-        assert kernel_of(runner.speculator.model.model.layers[0].mlp.down_proj) == HEADS["W4A16_NVFP4"][0]
+        assert kernel_of(runner.speculator.model.model.layers[0].mlp.down_proj) == HEADS["W4A16_NVFP4"]
         outputs = harness.greedy(llm, prompts[:2], 32)
         stats = runner.model_state.step.stats.read()
     assert [len(output.token_ids) for output in outputs] == [32, 32]
