@@ -5,9 +5,10 @@
 
 A catalogue of requests is drawn from the seed: prompts with shared beginnings, lengths, sampling parameters,
 penalties, banned words, grammars, log-probabilities, stop strings. vLLM without speculation answers each one
-alone. Then an engine with trees and a small KV cache gets them in random order and number, again and again,
-and loses some to aborts. Every answer is compared with the one alone, an aborted one as far as it came; at
-the end no block, no state index and no memory may be missing, and the engine must still answer.
+alone, in a process of its own. An engine with trees and a small KV cache (or, with `--plain`, the same
+without trees) gets them in random order and number, again and again, and loses some to aborts. Every answer
+is compared with the one alone, an aborted one as far as it came. A dozen times the engine runs dry: then no
+block and no state index may be missing, and memory must not have grown (see `churn_memory`).
 
 The random target (`--target random`, the default without a GPU) is attention-only and in float32: answers
 must be equal. Its draft knows nothing; accepted paths come from an oracle. The demo target (`--target demo`)
@@ -18,145 +19,35 @@ alone at a near-tie, a sampled one (whose noise decides too) in few requests.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
-import gc
-import os
 import random
-import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+from tests.e2e import churn_engines, churn_memory, harness
+from tests.e2e.churn_engines import Answers, Setting
+from tests.e2e.churn_requests import Answer, Request, difference, logprob_difference, parted
 
-if __name__ == "__main__":  # as the conftest does for tests; before vLLM is imported
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if not torch.cuda.is_available():
-        import tests.e2e.conftest  # noqa: F401
-
-import psutil
-
-from tests.e2e import harness, models, oracle
-from tests.e2e.churn_requests import Answer, Request, catalogue, difference, logprob_difference, parted
+if __name__ == "__main__":
+    churn_engines.prepare()
 
 # A step of bf16 at logits of 16 to 32, which random prompts and biases bring about; see `harness.TIE`.
 TIE = 0.13
 # Sampled answers of a bf16 engine that may differ; a wrong state or cache shows in most answers.
 MAX_TIES = 0.12
-# Allocators keep what they once had. What a leak of one small buffer a request would cost is far more.
-RSS_GROWTH = 48 * 2**20
-
-
-# --- engines ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Models and engine options of a run."""
-
-    target: Path
-    draft: Path
-    plain: dict[str, Any]
-    ours: dict[str, Any]
-    exact: bool
-    longest: int
-
-    @property
-    def oracle(self) -> bool:
-        """Whether accepted paths need an oracle."""
-        return self.exact
-
-
-def random_models(folder: Path) -> None:
-    """The attention-only pair, with the demo's tokenizer."""
-    models.attention_only(folder / "target", 1024)
-    models.random_draft(folder / "draft", vocab=1024)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(harness.DEMO / "target" / name, folder / "target" / name)
-
-
-def setting(arguments: argparse.Namespace, folder: Path) -> Setting:
-    """Where to run and with what, from the command line's options."""
-    cuda, chosen = torch.cuda.is_available(), arguments.target
-    exact = (chosen or ("demo" if cuda else "random")) == "random"
-    if exact and arguments.graphs:
-        raise SystemExit(
-            "--graphs needs --target demo: the oracle of the random target is no part of a graph"
-        )
-    common: dict[str, Any] = {
-        "max_model_len": 192 if exact else 448,
-        "max_num_seqs": arguments.concurrency,
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-    }
-    if cuda:
-        from vllm_weaver import plugin
-
-        plugin.register()  # where the package is not installed there is no entry point
-        common |= {
-            "gpu_memory_utilization": 0.2,
-            "attention_backend": "FLASH_ATTN",
-            "additional_config": {"gdn_prefill_backend": "triton"},
-        }
-    if not exact:
-        common["logprobs_mode"] = "processed_logprobs"  # a near-tie is one of what is chosen from
-    if exact:
-        random_models(folder)
-        common |= {"dtype": "float32", "block_size": 32}
-    target = folder / "target" if exact else harness.DEMO / "target"
-    draft = folder / "draft" if exact else harness.DEMO / "draft"
-    ours = dict(common) | harness.trees(arguments.budget, "ddtree" if exact else "weaver", draft)
-    ours["enable_prefix_caching"] = arguments.prefix_caching
-    ours["num_gpu_blocks_override"] = arguments.blocks or (
-        # Room for about half of the requests at their longest, without shared blocks.
-        max(8, 5 * arguments.concurrency // 4) if exact else max(9, 5 * arguments.concurrency // 2)
-    )
-    ours["long_prefill_token_threshold"] = arguments.chunk
-    ours["async_scheduling"] = arguments.async_scheduling
-    if arguments.graphs:
-        ours |= {
-            "enforce_eager": False,
-            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-        }
-    return Setting(target, draft, common, ours, exact, 96 if exact else 330)
-
-
-def alone(
-    where: Setting, count: int, rng: random.Random, max_tokens: int
-) -> tuple[list[Request], list[Answer]]:
-    """The catalogue, and what vLLM without speculation answers to each request, one at a time."""
-    with harness.engine(where.target, **where.plain) as llm:
-        tokenizer = llm.get_tokenizer()
-        vocab = llm.model_config.get_vocab_size()
-        requests = catalogue(count, rng, harness.demo_prompts(tokenizer), vocab, max_tokens, where.longest)
-        # Near-ties are judged by the log-probabilities of many tokens.
-        more = {} if where.exact else {"logprobs": harness.TOP}
-        answers = [Answer.of(ask(llm, request, **more)) for request in requests]
-    return requests, answers
-
-
-def ask(llm: Any, request: Request, **more: Any) -> Any:
-    """The answer to one request by an engine that has nothing else to do."""
-    prompt = {"prompt_token_ids": list(request.prompt)}
-    sampling = replace(request, params=request.params | more).sampling()
-    return llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0]
-
-
-# --- the run ---------------------------------------------------------------------------------------------
+# How often a run of some length lets the engine run dry.
+PAUSES, SECONDS_BETWEEN = 12, 20
 
 
 @dataclass
 class Report:
-    """What happened. `wrong` are failures, `ties` excused differences (bf16 only), by request."""
+    """What happened. `wrong` are failures, `ties` excused differences (bf16 only); `ahead` are the steps that
+    ended with the next one under way, `replays` whole CUDA graphs by model."""
 
     seconds: float = 0.0
     added: int = 0
@@ -165,16 +56,18 @@ class Report:
     kinds: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     compared: int = 0
-    ties: list[str] = field(default_factory=list)
+    ties: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     preemptions: int = 0
     hits: int = 0
     stats: dict[str, int] = field(default_factory=dict)
-    rss: list[int] = field(default_factory=list)
+    memory: list[churn_memory.Sample] = field(default_factory=list)
+    steps: int = 0
+    ahead: int = 0
+    replays: dict[str, int] = field(default_factory=dict)
 
     def summary(self) -> str:
         """A few lines for people."""
-        mib = [round(value / 2**20) for value in self.rss]
         verifies = max(1, self.stats.get("verifies", 0))
         return "\n".join(
             [
@@ -183,8 +76,11 @@ class Report:
                 f"kinds finished: {dict(self.kinds)}",
                 f"{self.preemptions} preemptions, {self.hits} prompt tokens from the prefix cache, "
                 f"{1 + self.stats.get('accepted', 0) / verifies:.2f} tokens a verify, {self.stats}",
-                f"memory of the process (MiB): {mib}",
-                f"{len(self.ties)} near-ties" + "".join(f"\n  {line}" for line in self.ties[:20]),
+                f"{self.steps} steps of the engine, {self.ahead} of them with the next one under way; "
+                f"CUDA graphs replayed: {self.replays or 'none'}",
+                churn_memory.summary(self.memory),
+                f"{self.ties.total()} near-ties, {len(self.ties)} different ones"
+                + "".join(f"\n  {line}" for line in list(self.ties)[:20]),
                 f"{len(self.wrong)} wrong" + "".join(f"\n  {line}" for line in self.wrong[:20]),
             ]
         )
@@ -197,10 +93,10 @@ class _Live:
 
 
 class Churn:
-    """One run on an engine with trees."""
+    """One run on the engine under test."""
 
     def __init__(
-        self, llm: Any, where: Setting, requests: list[Request], answers: list[Answer], rng: random.Random
+        self, llm: Any, where: Setting, requests: list[Request], answers: Answers, rng: random.Random
     ) -> None:
         self.llm, self.where, self.rng = llm, where, rng
         self.requests, self.answers = requests, answers
@@ -208,6 +104,9 @@ class Churn:
         self.core = self.engine.engine_core.engine_core
         self.report = Report()
         self.live: dict[str, _Live] = {}
+        self.waiting: defaultdict[int, list[tuple[Answer, bool]]] = defaultdict(list)
+        if where.graphs:
+            self.report.replays = harness.count_replays(self.runner)
         self.before = self.held()
 
     def held(self) -> dict[str, Any]:
@@ -235,20 +134,23 @@ class Churn:
         return found
 
     def run(self, seconds: float, in_flight: int) -> Report:
-        """Churn for `seconds`, then let the rest finish, and check what is left."""
+        """Churn for `seconds`, with pauses in which the rest finishes and what is left is checked."""
         start = time.monotonic()
-        next_sample = 0.25
-        while (now := time.monotonic() - start) < seconds:
-            if now > next_sample * seconds:
-                self.report.rss.append(self._rss())
-                next_sample += 0.25
-            self._arrive(in_flight)
-            if self.live and self.rng.random() < 0.08:
-                self.abort(self.rng.choice(sorted(self.live)))
-            self.step()
-        self.drain(300 + seconds)
-        self._settle()
+        pauses = min(PAUSES, max(1, int(seconds // SECONDS_BETWEEN)))
+        for pause in range(1, pauses + 1):
+            while time.monotonic() - start < seconds * pause / pauses:
+                self._arrive(in_flight)
+                if self.live and self.rng.random() < 0.08:
+                    self.abort(self.rng.choice(sorted(self.live)))
+                self.step()
+            self.drain(300)
+            self._settle()
+            self.check_held()
+            self._catch_up()
+            self.report.memory.append(churn_memory.measure(self.report.finished))
         self.report.seconds = time.monotonic() - start
+        self.answers.all()
+        self._catch_up()
         self._check_end()
         return self.report
 
@@ -299,39 +201,54 @@ class Churn:
                 self.report.tokens += len(live.seen.tokens)
                 self.report.kinds[self.requests[live.which].kind] += 1
                 self._compare(live.which, live.seen, finished=True)
+        self.report.steps += 1
+        self.report.ahead += bool(self.core.batch_queue)
+
+    def _catch_up(self) -> None:
+        """Compare what came before the answer alone did, as far as that is there now."""
+        for which in [which for which in self.waiting if self.answers.get(which) is not None]:
+            for found, finished in self.waiting.pop(which):
+                self._compare(which, found, finished)
 
     def _compare(self, which: int, found: Answer, finished: bool) -> None:
+        request, expected = self.requests[which], self.answers.get(which)
+        if expected is None:
+            self.waiting[which].append((found, finished))
+            return
         self.report.compared += 1
-        request, expected = self.requests[which], self.answers[which]
-        what = difference(expected, found, finished)
+        what, scores = difference(expected, found, finished), None
         if what is None and finished:
-            what = logprob_difference(request, expected, found, 1e-3 if self.where.exact else 0.2)
+            what = scores = logprob_difference(request, expected, found, self._tolerance(request))
         if what is None:
             return
         line = f"request {which} ({request.kind}): {what}"
         at = parted(expected, found)
-        if at is None or self.where.exact:
-            self.report.wrong.append(line)
-        elif request.params["temperature"] > 0:
-            self.report.ties.append(line)
+        excused = False
+        if self.where.exact:
+            pass
+        elif at is None:
+            excused = scores is not None and request.filtered
+        elif request.sampled:
+            excused = True
         else:
             gap = expected.gap(at, found.tokens[at])
-            excused = self.report.ties if gap <= TIE else self.report.wrong
-            excused.append(f"{line}, {gap:.3f} less likely")
+            line, excused = f"{line}, {gap:.3f} less likely", gap <= TIE
+        if excused:
+            self.report.ties[line] += 1
+        else:
+            self.report.wrong.append(line)
+
+    def _tolerance(self, request: Request) -> float:
+        """How far a log-probability may be off: in bf16 by a step of the token's logit and one of the best
+        one's, which a low temperature makes larger."""
+        if self.where.exact:
+            return 1e-3
+        return 2 * TIE / (request.params["temperature"] or 1)
 
     def _settle(self) -> None:
         """Steps without requests: what finished last is freed by the step after."""
         for _ in range(3):
             self.core.step_fn()
-        gc.collect()
-
-    def _rss(self) -> int:
-        if torch.cuda.is_available():
-            return int(torch.cuda.memory_allocated())
-        gc.collect()
-        with contextlib.suppress(OSError, AttributeError):  # glibc only: freed memory that it still keeps
-            ctypes.CDLL(None).malloc_trim(0)
-        return int(psutil.Process().memory_info().rss)
 
     def check_held(self) -> None:
         """Everything that requests hold is as it was before the first one."""
@@ -341,56 +258,28 @@ class Churn:
 
     def _check_end(self) -> None:
         report = self.report
-        report.rss.append(self._rss())
-        self.check_held()
         metrics = {m.name: m.value for m in self.llm.get_metrics() if hasattr(m, "value")}
         report.preemptions = int(metrics["vllm:num_preemptions"])
         report.hits = int(metrics["vllm:prefix_cache_hits"])
-        report.stats = self.runner.model_state.step.stats.read()
-        if report.seconds > 120 and report.rss[-1] - report.rss[0] > RSS_GROWTH:
-            report.wrong.append(f"memory grew from {report.rss[0]} to {report.rss[-1]} bytes")
-        if len(set(report.ties)) > max(2, MAX_TIES * len(self.requests)):
-            report.wrong.append(f"{len(set(report.ties))} of {len(self.requests)} requests have near-ties")
+        if self.where.trees:
+            report.stats = self.runner.model_state.step.stats.read()
+        report.wrong += churn_memory.leaks(report.memory)
+        self.check_modes()
+        # A request may part from its run alone at several places: what counts is how many requests do.
+        parting = {line.split(":")[0] for line in report.ties}
+        if len(parting) > max(2, MAX_TIES * len(self.requests)):
+            report.wrong.append(f"{len(parting)} of {len(self.requests)} requests have near-ties")
         for which in range(min(3, len(self.requests))):
-            self._compare(which, Answer.of(ask(self.llm, self.requests[which])), finished=True)
+            found = churn_engines.ask(self.llm, self.requests[which])
+            self._compare(which, Answer.of(found), finished=True)
 
-
-@contextlib.contextmanager
-def asynchronous(wanted: bool) -> Iterator[None]:
-    """Asynchronous scheduling on the CPU too, where vLLM has no use for it and switches it off."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    original = CpuPlatform.check_and_update_config
-
-    def check(cls: Any, config: Any) -> None:
-        original(config)
-        config.scheduler_config.async_scheduling = True
-
-    if wanted:
-        CpuPlatform.check_and_update_config = classmethod(check)
-    try:
-        yield
-    finally:
-        CpuPlatform.check_and_update_config = original
-
-
-@contextlib.contextmanager
-def engine(where: Setting, requests: list[Request], answers: list[Answer]) -> Iterator[Any]:
-    """The engine with trees, with an oracle where the draft knows nothing."""
-    wanted = where.ours.get("async_scheduling", False)
-    with (
-        asynchronous(wanted and not torch.cuda.is_available()),
-        harness.engine(where.target, **where.ours) as llm,
-    ):
-        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == wanted
-        if where.oracle:
-            known = [
-                harness.Reference(request.prompt, answer.tokens, ())
-                for request, answer in zip(requests, answers, strict=True)
-            ]
-            shapes = [oracle.second_child, oracle.late, oracle.chain, oracle.none, oracle.wrong]
-            oracle.install(harness.runner(llm), known, shapes)
-        yield llm
+    def check_modes(self) -> None:
+        """What was asked for did happen: steps ahead of their scheduler, replays of CUDA graphs."""
+        if self.where.asynchronous and not self.report.ahead:
+            self.report.wrong.append("asynchronous scheduling: no step began before the last one's end")
+        for model, count in self.report.replays.items():
+            if count == 0:
+                self.report.wrong.append(f"CUDA graphs: none of the {model} was replayed")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -411,7 +300,8 @@ def parser() -> argparse.ArgumentParser:
         choices=["random", "demo"],
         help="default: demo on a GPU, random elsewhere; random is for the CPU",
     )
-    made.add_argument("--graphs", action="store_true", help="CUDA graphs for decode steps")
+    made.add_argument("--graphs", action="store_true", help="CUDA graphs for decode steps (on a GPU)")
+    made.add_argument("--plain", action="store_true", help="no trees: the same churn by vLLM as it is")
     for name, text in (
         ("prefix-caching", "automatic prefix caching (default on)"),
         ("async-scheduling", "asynchronous scheduling (default on)"),
@@ -423,16 +313,19 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> Report:
     """A whole run, from the command line's words."""
     arguments = parser().parse_args(words)
-    rng = random.Random(arguments.seed)
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        where = setting(arguments, Path(folder))
-        start = time.monotonic()
-        requests, answers = alone(where, arguments.requests, rng, arguments.max_tokens)
-        print(f"{len(requests)} requests answered alone in {time.monotonic() - start:.0f} s", flush=True)
-        with engine(where, requests, answers) as llm:
-            in_flight = arguments.concurrency * 3 // 2
-            report = Churn(llm, where, requests, answers, rng).run(60 * arguments.minutes, in_flight)
-    print(report.summary(), flush=True)
+        where = churn_engines.setting(arguments, Path(folder))
+        rng = random.Random(arguments.seed)
+        requests = churn_engines.requests_of(where, arguments.requests, rng, arguments.max_tokens)
+        with (
+            churn_engines.answered_alone(where, requests) as answers,
+            churn_engines.engine(where, requests, answers) as llm,
+        ):
+            print(f"the engine under test came up in {time.monotonic() - start:.0f} s", flush=True)
+            churn = Churn(llm, where, requests, answers, rng)
+            report = churn.run(60 * arguments.minutes, arguments.concurrency * 3 // 2)
+    print(where.comparison(len(requests)), report.summary(), sep="\n", flush=True)
     return report
 
 
