@@ -68,14 +68,15 @@ class Report:
 
     def summary(self) -> str:
         """A few lines for people."""
-        verifies = max(1, self.stats.get("verifies", 0))
+        verifies = self.stats.get("verifies", 0)
+        each = 1 + self.stats["accepted"] / verifies if verifies else 1
         return "\n".join(
             [
                 f"{self.seconds:.0f} s: {self.added} requests, {self.finished} finished, aborted "
                 f"{dict(self.aborted)}; {self.tokens} tokens of finished ones, {self.compared} compared",
                 f"kinds finished: {dict(self.kinds)}",
-                f"{self.preemptions} preemptions, {self.hits} prompt tokens from the prefix cache, "
-                f"{1 + self.stats.get('accepted', 0) / verifies:.2f} tokens a verify, {self.stats}",
+                f"{self.preemptions} preemptions, {self.hits} prompt tokens from the prefix cache; "
+                f"{self.stats or 'no trees'}, {each:.2f} tokens a verify",
                 f"{self.steps} steps of the engine, {self.ahead} of them with the next one under way; "
                 f"CUDA graphs replayed: {self.replays or 'none'}",
                 churn_memory.summary(self.memory),
