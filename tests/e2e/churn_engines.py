@@ -125,6 +125,7 @@ def setting(arguments: argparse.Namespace, folder: Path) -> Setting:
         }
     if not exact:
         common["logprobs_mode"] = "processed_logprobs"  # a near-tie is one of what is chosen from
+        common["max_logprobs"] = -1
     if exact:
         random_models(folder)
         common |= {"dtype": "float32", "block_size": 32}
@@ -169,10 +170,10 @@ def ask(llm: Any, request: Request, **more: Any) -> Any:
 def _answer_alone(where: Setting, requests: Sequence[Request], answers: Connection) -> None:
     """Send vLLM's answer without speculation to each request, one at a time; a process runs this."""
     prepare()
-    # Near-ties are judged by the log-probabilities of many tokens.
-    more = {} if where.exact else {"logprobs": harness.TOP}
     with harness.engine(where.target, **where.plain) as llm:
         for request in requests:
+            # Near-ties are judged by log-probabilities; noise can choose any token.
+            more = {} if where.exact else {"logprobs": -1 if request.sampled else harness.TOP}
             answers.send(Answer.of(ask(llm, request, **more)))
 
 

@@ -22,7 +22,9 @@ import torch
 # Growth a request that is no leak: two measurements of one state differ by a few KiB.
 MOST = {"native": 2048.0, "python": 16.0, "device": 256.0}
 UNITS = {"native": "bytes from malloc", "python": "Python blocks", "device": "bytes on the GPU"}
-LEAST = 8  # measurements without which there is no verdict: the first half is warm-up
+# Without as many measurements, and as many requests in the second half of them, there is no verdict: the
+# first half is warm-up, and a few KiB more or less are much for a few requests.
+LEAST, LEAST_REQUESTS = 8, 30
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -66,6 +68,12 @@ def measure(finished: int) -> Sample:
     )
 
 
+def enough(samples: Sequence[Sample]) -> bool:
+    """Whether a run was long enough for a verdict."""
+    served = samples[-1].finished - samples[len(samples) // 2].finished if samples else 0
+    return len(samples) >= LEAST and served >= LEAST_REQUESTS
+
+
 def growth(samples: Sequence[Sample], what: str) -> float:
     """Growth a request of `what` (a field of Sample): the median over the pauses of the second half. A leak
     grows between all of them; a table that was enlarged does so once."""
@@ -84,15 +92,14 @@ def summary(samples: Sequence[Sample]) -> str:
         return "memory: not measured"
     mib = [f"{(s.native + s.device) / 2**20:.1f}" for s in samples]
     rates = ", ".join(f"{growth(samples, what):.0f} {unit}" for what, unit in UNITS.items())
-    enough = len(samples) >= LEAST
-    verdict = f"{rates} more a request in the second half" if enough else "run too short for a verdict"
+    verdict = f"{rates} more a request in the second half" if enough(samples) else "too short for a verdict"
     first, last = (round(sample.rss / 2**20) for sample in (samples[0], samples[-1]))
     return f"live memory in pauses (MiB): {', '.join(mib)}; process {first} to {last}; {verdict}"
 
 
 def leaks(samples: Sequence[Sample]) -> list[str]:
-    """A sentence for each kind of memory that grew more than `MOST`; none if there are too few samples."""
-    if len(samples) < LEAST:
+    """A sentence for each kind of memory that grew more than `MOST`; none if there is no verdict."""
+    if not enough(samples):
         return []
     rates = {what: growth(samples, what) for what in MOST}
     return [

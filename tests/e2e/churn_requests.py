@@ -8,6 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from tests.e2e.noise import gumbel
+
 GRAMMARS = ("[a-z ]{4,30}", "(yes|no|perhaps)( and (yes|no))?", "[A-Z][a-z]{2,8}( [a-z]{1,6}){1,5}[.]")
 SCHEMA = {
     "type": "object",
@@ -28,6 +32,25 @@ class Request:
     def sampled(self) -> bool:
         """Whether noise takes part in the choice of tokens."""
         return bool(self.params["temperature"])
+
+    @property
+    def scale(self) -> float:
+        """How much larger a difference of logits is in what the tokens are chosen by."""
+        return self.params.get("repetition_penalty", 1.0) / (self.params["temperature"] or 1.0)
+
+    def gap(self, answer: Answer, at: int, token: int) -> float:
+        """How far `token` was from being chosen in place of this answer's at a position: the difference of
+        their log-probabilities, with noise where it takes part. Infinite if it is not known."""
+        scores = answer.logprobs[at] if answer.logprobs is not None and at < len(answer.logprobs) else {}
+        chosen = answer.tokens[at]
+        if not {token, chosen} <= scores.keys():
+            return float("inf")
+        gap = scores[chosen] - scores[token]
+        if self.sampled:
+            seed, position = torch.tensor(self.params["seed"]), torch.tensor(len(self.prompt) + at - 1)
+            for_chosen, for_token = gumbel(seed, position, torch.tensor([chosen, token])).tolist()
+            gap += for_chosen - for_token
+        return gap
 
     @property
     def filtered(self) -> bool:
@@ -55,11 +78,6 @@ class Answer:
     finish_reason: str | None
     stop_reason: Any
     logprobs: tuple[dict[int, float], ...] | None
-
-    def gap(self, at: int, token: int) -> float:
-        """How much less likely `token` is than this answer's at a position; infinite if it is not known."""
-        scores = self.logprobs[at] if self.logprobs is not None and at < len(self.logprobs) else {}
-        return scores[self.tokens[at]] - scores[token] if token in scores else float("inf")
 
     @classmethod
     def of(cls, output: Any) -> Answer:
