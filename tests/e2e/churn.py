@@ -2,6 +2,7 @@
 """Churn: random requests come, wait, are preempted, aborted and finished; each equals its run alone.
 
     python -m tests.e2e.churn --minutes 10 --seed 1
+    python -m tests.e2e.churn --minutes 3 --graphs --concurrency 32        # on a GPU
 
 A catalogue of requests is drawn from the seed: prompts with shared beginnings, lengths, sampling parameters,
 penalties, banned words, grammars, log-probabilities, stop strings. vLLM without speculation answers each one
@@ -51,6 +52,7 @@ class Report:
     the steps that ended with the next one under way, `replays` whole CUDA graphs by model."""
 
     seconds: float = 0.0
+    waited: float = 0.0
     added: int = 0
     finished: int = 0
     aborted: Counter[str] = field(default_factory=Counter)
@@ -74,8 +76,9 @@ class Report:
         each = 1 + self.stats["accepted"] / verifies if verifies else 1
         return "\n".join(
             [
-                f"{self.seconds:.0f} s: {self.added} requests, {self.finished} finished, aborted "
-                f"{dict(self.aborted)}; {self.tokens} tokens of finished ones, {self.compared} compared",
+                f"{self.seconds:.0f} s, then {self.waited:.0f} s for the last answers alone: {self.added} "
+                f"requests, {self.finished} finished, aborted {dict(self.aborted)}; {self.tokens} tokens of "
+                f"finished ones, {self.compared} compared",
                 f"kinds finished: {dict(self.kinds)}",
                 f"{self.preemptions} preemptions, {self.hits} prompt tokens from the prefix cache; "
                 f"{self.stats or 'no trees'}, {each:.2f} tokens a verify",
@@ -141,12 +144,14 @@ class Churn:
                     found[f"group {number}: {name}"] = len(getattr(manager, name))
         return found
 
-    def run(self, seconds: float, in_flight: int) -> Report:
-        """Churn for `seconds`, with pauses in which the rest finishes and what is left is checked."""
+    def run(self, seconds: float, in_flight: int, least: int = 0) -> Report:
+        """Churn for `seconds` and until `least` requests came; in pauses the rest finishes, and what is left
+        is checked."""
         start = time.monotonic()
         pauses = min(PAUSES, max(1, int(seconds // SECONDS_BETWEEN)))
         for pause in range(1, pauses + 1):
-            while time.monotonic() - start < seconds * pause / pauses:
+            end, count = start + seconds * pause / pauses, least * pause // pauses
+            while time.monotonic() < end or self.report.added < count:
                 self._arrive(in_flight)
                 if self.live and self.rng.random() < 0.08:
                     self.abort(self.rng.choice(sorted(self.live)))
@@ -158,6 +163,7 @@ class Churn:
             self.report.memory.append(churn_memory.measure(self.report.finished))
         self.report.seconds = time.monotonic() - start
         self.answers.all()
+        self.report.waited = time.monotonic() - start - self.report.seconds
         self._catch_up()
         self._check_end()
         return self.report
@@ -291,6 +297,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m tests.e2e.churn", description=(__doc__ or "").split("\n")[0]
     )
     made.add_argument("--minutes", type=float, default=10, help="how long requests keep coming")
+    made.add_argument("--least", type=int, default=0, help="and until this many requests came")
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--requests", type=int, default=56, help="size of the catalogue")
     made.add_argument("--concurrency", type=int, default=8, help="--max-num-seqs of the engine")
@@ -316,6 +323,7 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> Report:
     """A whole run, from the command line's words."""
     arguments = parser().parse_args(words)
+    churn_memory.measure(0)  # where it cannot be measured, say so before minutes have passed
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         where = churn_engines.setting(arguments, Path(folder))
@@ -327,7 +335,8 @@ def main(words: Sequence[str] | None = None) -> Report:
         ):
             print(f"the engine under test came up in {time.monotonic() - start:.0f} s", flush=True)
             churn = Churn(llm, where, requests, answers, rng)
-            report = churn.run(60 * arguments.minutes, arguments.concurrency * 3 // 2)
+            in_flight = arguments.concurrency * 3 // 2
+            report = churn.run(60 * arguments.minutes, in_flight, arguments.least)
     print(where.comparison(len(requests)), report.summary(), sep="\n", flush=True)
     return report
 

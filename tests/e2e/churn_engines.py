@@ -212,7 +212,7 @@ def answered_alone(where: Setting, requests: Sequence[Request]) -> Iterator[Answ
     """The answers by vLLM without speculation, which a process begins to give."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer_alone, args=(where, requests, sender), daemon=True)
+    process = context.Process(target=_answer_alone, args=(where, requests, sender))
     process.start()
     sender.close()
     try:

@@ -182,7 +182,7 @@ def run(*words: str) -> churn.Report:
 
 
 def test_a_short_churn() -> None:
-    report = run("--minutes", "0.12", "--requests", "14", "--max-tokens", "16", "--seed", "3")
+    report = run("--minutes", "0", "--least", "24", "--requests", "14", "--max-tokens", "16", "--seed", "3")
     assert report.preemptions and report.hits and report.aborted, report.summary()
     assert report.finished > 5 and report.stats["branching_paths"], report.summary()
 
