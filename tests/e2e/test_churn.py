@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import random
 from collections import defaultdict
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from tests.e2e import churn, churn_engines, churn_memory, harness
-from tests.e2e.churn_engines import Setting
+from tests.e2e.churn_engines import Answers, Setting
 from tests.e2e.churn_requests import Answer, Request, difference, logprob_difference
 from tests.e2e.noise import gumbel
 
@@ -57,6 +58,18 @@ def test_an_answer_waits_for_the_one_alone() -> None:
     watched.answers[0] = answer(1, 2)  # type: ignore[index]
     watched._catch_up()
     assert watched.report.compared == 1 and len(watched.report.wrong) == 1 and not watched.waiting
+
+
+def test_answers_come_in_order_and_a_dead_process_is_named() -> None:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = SimpleNamespace(join=lambda: None, exitcode=3)
+    answers = Answers(2, process, receiver)
+    assert answers.get(0) is None
+    sender.send(answer(1))
+    assert answers.get(1) is None and answers.get(0) == answer(1)
+    sender.close()
+    with pytest.raises(RuntimeError, match="status 3 after 1 of 2"):
+        answers.all()
 
 
 @pytest.mark.parametrize(
