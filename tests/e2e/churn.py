@@ -41,7 +41,7 @@ if __name__ == "__main__":
 # A step of bf16 at logits of 16 to 32, which random prompts and biases bring about; see `harness.TIE`.
 TIE = 0.13
 # Shares of a bf16 engine's answers that may be excused; a wrong state or cache shows in most answers.
-MOST = {"near-ties": 0.25, "limits crossed": 0.02}
+MOST = {"near-ties": 0.25, "limits crossed": 0.05}
 # How often a run of some length lets the engine run dry.
 PAUSES, SECONDS_BETWEEN = 12, 20
 
@@ -230,29 +230,32 @@ class Churn:
             self.waiting[which].append((found, finished))
             return
         self.report.compared += 1
-        what, scores = difference(expected, found, finished), None
+        what = difference(expected, found, finished)
         if what is None and finished:
-            what = scores = logprob_difference(request, expected, found, self._tolerance(request))
+            what = logprob_difference(request, expected, found, self._tolerance(request))
         if what is None:
             return
         line = f"request {which} ({request.kind}): {what}"
         at = parted(expected, found)
-        gap = float("inf")
-        if at is not None and not self.where.exact:
-            gap = request.gap(expected, at, found.tokens[at])
-            line = f"{line}, {gap:.3f} from being chosen"
+        if at is None or self.where.exact:
+            self.report.wrong.append(line)
+            return
+        gap = request.gap(expected, at, found.tokens[at])
+        line = f"{line}, {gap:.3f} from being chosen"
         if gap <= TIE * request.scale:
             self.report.ties[line] += 1
-        elif request.filtered and not self.where.exact and (at is not None or scores is not None):
+        elif request.filtered:
             self.report.limits[line] += 1
         else:
             self.report.wrong.append(line)
 
     def _tolerance(self, request: Request) -> float:
         """How far a log-probability may be off: in bf16 by a step of the token's logit and one of the best
-        one's."""
+        one's. A token that rounding carries across a limit changes all others' too, by any amount."""
         if self.where.exact:
             return 1e-3
+        if request.filtered:
+            return float("inf")
         return 2 * TIE * request.scale
 
     def _settle(self) -> None:

@@ -98,12 +98,17 @@ def test_log_probabilities() -> None:
 
 
 def test_a_limit_that_rounding_crosses_is_a_near_tie_in_bf16_only() -> None:
-    expected = answer(7, logprobs=({7: -0.1, 5: float("-inf")},))
-    crossed = answer(7, logprobs=({7: -0.1, 5: -3.0},))
+    expected = answer(7, logprobs=({7: -0.1, 5: float("-inf"), 6: -4.1},))
     for exact in (False, True):
         watched = judge(expected, exact, FILTERED)
-        watched._compare(0, crossed, finished=True)
+        watched._compare(0, answer(5, logprobs=({5: -0.1},)), finished=True)
         assert (len(watched.report.limits), len(watched.report.wrong)) == ((0, 1) if exact else (1, 0))
+        watched = judge(expected, exact, FILTERED)
+        watched._compare(0, answer(7, logprobs=({7: -0.1, 5: -3.0, 6: -4.0},)), finished=True)
+        assert (len(watched.report.limits), len(watched.report.wrong)) == ((0, 1) if exact else (0, 0))
+        watched = judge(expected, exact, FILTERED)
+        watched._compare(0, answer(7, logprobs=({7: float("nan"), 5: -3.0, 6: -4.0},)), finished=True)
+        assert len(watched.report.wrong) == 1
 
 
 @pytest.mark.parametrize(("excess", "excused"), [(0.2, True), (0.4, False)], ids=["near", "far"])
