@@ -40,6 +40,9 @@ if __name__ == "__main__":
 
 # A step of bf16 at logits of 16 to 32, which random prompts and biases bring about; see `harness.TIE`.
 TIE = 0.13
+# Log-probabilities in bf16, with and without trees, are up to 0.8 (rms 0.14) from those that a float32 run of
+# the demo target gives to the best 20 tokens.
+NOISE = 1.0
 # Shares of a bf16 engine's answers that may be excused; a wrong state or cache shows in most answers.
 MOST = {"near-ties": 0.25, "limits crossed": 0.05}
 # How often a run of some length lets the engine run dry.
@@ -250,13 +253,13 @@ class Churn:
             self.report.wrong.append(line)
 
     def _tolerance(self, request: Request) -> float:
-        """How far a log-probability may be off: in bf16 by a step of the token's logit and one of the best
-        one's. A token that rounding carries across a limit changes all others' too, by any amount."""
+        """How far a log-probability may be off. A token that rounding carries across a limit changes all
+        others' too, by any amount."""
         if self.where.exact:
             return 1e-3
         if request.filtered:
             return float("inf")
-        return 2 * TIE * request.scale
+        return NOISE * request.scale
 
     def _settle(self) -> None:
         """Steps without requests: what finished last is freed by the step after."""
