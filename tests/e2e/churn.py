@@ -2,192 +2,102 @@
 """Churn: random requests come, wait, are preempted, aborted and finished; each equals its run alone.
 
     python -m tests.e2e.churn --minutes 10 --seed 1
+    python -m tests.e2e.churn --minutes 3 --graphs --concurrency 32        # on a GPU
 
 A catalogue of requests is drawn from the seed: prompts with shared beginnings, lengths, sampling parameters,
 penalties, banned words, grammars, log-probabilities, stop strings. vLLM without speculation answers each one
-alone. Then an engine with trees and a small KV cache gets them in random order and number, again and again,
-and loses some to aborts. Every answer is compared with the one alone, an aborted one as far as it came; at
-the end no block, no state index and no memory may be missing, and the engine must still answer.
+alone, in a process of its own. An engine with trees and a small KV cache (or, with `--plain`, the same
+without trees) gets them in random order and number, again and again, and loses some to aborts. Every answer
+is compared with the one alone, an aborted one as far as it came. A dozen times the engine runs dry: then no
+block and no state index may be missing, and memory must not have grown (see `churn_memory`).
 
 The random target (`--target random`, the default without a GPU) is attention-only and in float32: answers
 must be equal. Its draft knows nothing; accepted paths come from an oracle. The demo target (`--target demo`)
-is a hybrid in bf16, whose rows round otherwise in another batch: a greedy answer may then part from the one
-alone at a near-tie, a sampled one (whose noise decides too) in few requests.
+is a hybrid in bf16, whose rows round otherwise in another batch: an answer may then part from the one alone
+at a near-tie, which a sampled one has where noise and log-probability together are close. Where rounding
+carries a token across a limit such as `top_p`, all that is left to choose from changes: few answers may.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
-import gc
-import os
 import random
-import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+from tests.e2e import churn_engines, churn_memory, harness
+from tests.e2e.churn_engines import Answers, Setting
+from tests.e2e.churn_requests import Answer, Request, difference, logprob_difference, parted
 
-if __name__ == "__main__":  # as the conftest does for tests; before vLLM is imported
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if not torch.cuda.is_available():
-        import tests.e2e.conftest  # noqa: F401
-
-import psutil
-
-from tests.e2e import harness, models, oracle
-from tests.e2e.churn_requests import Answer, Request, catalogue, difference, logprob_difference, parted
+if __name__ == "__main__":
+    churn_engines.prepare()
 
 # A step of bf16 at logits of 16 to 32, which random prompts and biases bring about; see `harness.TIE`.
 TIE = 0.13
-# Sampled answers of a bf16 engine that may differ; a wrong state or cache shows in most answers.
-MAX_TIES = 0.12
-# Allocators keep what they once had. What a leak of one small buffer a request would cost is far more.
-RSS_GROWTH = 48 * 2**20
-
-
-# --- engines ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Models and engine options of a run."""
-
-    target: Path
-    draft: Path
-    plain: dict[str, Any]
-    ours: dict[str, Any]
-    exact: bool
-    longest: int
-
-    @property
-    def oracle(self) -> bool:
-        """Whether accepted paths need an oracle."""
-        return self.exact
-
-
-def random_models(folder: Path) -> None:
-    """The attention-only pair, with the demo's tokenizer."""
-    models.attention_only(folder / "target", 1024)
-    models.random_draft(folder / "draft", vocab=1024)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(harness.DEMO / "target" / name, folder / "target" / name)
-
-
-def setting(arguments: argparse.Namespace, folder: Path) -> Setting:
-    """Where to run and with what, from the command line's options."""
-    cuda, chosen = torch.cuda.is_available(), arguments.target
-    exact = (chosen or ("demo" if cuda else "random")) == "random"
-    if exact and arguments.graphs:
-        raise SystemExit(
-            "--graphs needs --target demo: the oracle of the random target is no part of a graph"
-        )
-    common: dict[str, Any] = {
-        "max_model_len": 192 if exact else 448,
-        "max_num_seqs": arguments.concurrency,
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-    }
-    if cuda:
-        from vllm_weaver import plugin
-
-        plugin.register()  # where the package is not installed there is no entry point
-        common |= {
-            "gpu_memory_utilization": 0.2,
-            "attention_backend": "FLASH_ATTN",
-            "additional_config": {"gdn_prefill_backend": "triton"},
-        }
-    if not exact:
-        common["logprobs_mode"] = "processed_logprobs"  # a near-tie is one of what is chosen from
-    if exact:
-        random_models(folder)
-        common |= {"dtype": "float32", "block_size": 32}
-    target = folder / "target" if exact else harness.DEMO / "target"
-    draft = folder / "draft" if exact else harness.DEMO / "draft"
-    ours = dict(common) | harness.trees(arguments.budget, "ddtree" if exact else "weaver", draft)
-    ours["enable_prefix_caching"] = arguments.prefix_caching
-    ours["num_gpu_blocks_override"] = arguments.blocks or (
-        # Room for about half of the requests at their longest, without shared blocks.
-        max(8, 5 * arguments.concurrency // 4) if exact else max(9, 5 * arguments.concurrency // 2)
-    )
-    ours["long_prefill_token_threshold"] = arguments.chunk
-    ours["async_scheduling"] = arguments.async_scheduling
-    if arguments.graphs:
-        ours |= {
-            "enforce_eager": False,
-            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-        }
-    return Setting(target, draft, common, ours, exact, 96 if exact else 330)
-
-
-def alone(
-    where: Setting, count: int, rng: random.Random, max_tokens: int
-) -> tuple[list[Request], list[Answer]]:
-    """The catalogue, and what vLLM without speculation answers to each request, one at a time."""
-    with harness.engine(where.target, **where.plain) as llm:
-        tokenizer = llm.get_tokenizer()
-        vocab = llm.model_config.get_vocab_size()
-        requests = catalogue(count, rng, harness.demo_prompts(tokenizer), vocab, max_tokens, where.longest)
-        # Near-ties are judged by the log-probabilities of many tokens.
-        more = {} if where.exact else {"logprobs": harness.TOP}
-        answers = [Answer.of(ask(llm, request, **more)) for request in requests]
-    return requests, answers
-
-
-def ask(llm: Any, request: Request, **more: Any) -> Any:
-    """The answer to one request by an engine that has nothing else to do."""
-    prompt = {"prompt_token_ids": list(request.prompt)}
-    sampling = replace(request, params=request.params | more).sampling()
-    return llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0]
-
-
-# --- the run ---------------------------------------------------------------------------------------------
+# Log-probabilities in bf16, with and without trees, are up to 0.8 (rms 0.14) from those that a float32 run of
+# the demo target gives to the best 20 tokens.
+NOISE = 1.0
+# Shares of a bf16 engine's answers that may be excused; a wrong state or cache shows in most answers.
+MOST = {"near-ties": 0.25, "limits crossed": 0.05}
+# How often a run of some length lets the engine run dry.
+PAUSES, SECONDS_BETWEEN = 12, 20
 
 
 @dataclass
 class Report:
-    """What happened. `wrong` are failures, `ties` excused differences (bf16 only), by request."""
+    """What happened. `wrong` are failures, `ties` and `limits` excused differences (bf16 only); `ahead` are
+    the steps that ended with the next one under way, `replays` whole CUDA graphs by model."""
 
     seconds: float = 0.0
+    waited: float = 0.0
     added: int = 0
     finished: int = 0
     aborted: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     compared: int = 0
-    ties: list[str] = field(default_factory=list)
+    ties: Counter[str] = field(default_factory=Counter)
+    limits: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     preemptions: int = 0
     hits: int = 0
     stats: dict[str, int] = field(default_factory=dict)
-    rss: list[int] = field(default_factory=list)
+    memory: list[churn_memory.Sample] = field(default_factory=list)
+    steps: int = 0
+    ahead: int = 0
+    replays: dict[str, int] = field(default_factory=dict)
 
     def summary(self) -> str:
         """A few lines for people."""
-        mib = [round(value / 2**20) for value in self.rss]
-        verifies = max(1, self.stats.get("verifies", 0))
+        verifies = self.stats.get("verifies", 0)
+        each = 1 + self.stats["accepted"] / verifies if verifies else 1
         return "\n".join(
             [
-                f"{self.seconds:.0f} s: {self.added} requests, {self.finished} finished, aborted "
-                f"{dict(self.aborted)}; {self.tokens} tokens of finished ones, {self.compared} compared",
+                f"{self.seconds:.0f} s, then {self.waited:.0f} s for the last answers alone: {self.added} "
+                f"requests, {self.finished} finished, aborted {dict(self.aborted)}; {self.tokens} tokens of "
+                f"finished ones, {self.compared} compared",
                 f"kinds finished: {dict(self.kinds)}",
-                f"{self.preemptions} preemptions, {self.hits} prompt tokens from the prefix cache, "
-                f"{1 + self.stats.get('accepted', 0) / verifies:.2f} tokens a verify, {self.stats}",
-                f"memory of the process (MiB): {mib}",
-                f"{len(self.ties)} near-ties" + "".join(f"\n  {line}" for line in self.ties[:20]),
-                f"{len(self.wrong)} wrong" + "".join(f"\n  {line}" for line in self.wrong[:20]),
+                f"{self.preemptions} preemptions, {self.hits} prompt tokens from the prefix cache; "
+                f"{self.stats or 'no trees'}, {each:.2f} tokens a verify",
+                f"{self.steps} steps of the engine, {self.ahead} of them with the next one under way; "
+                f"CUDA graphs replayed: {self.replays or 'none'}",
+                churn_memory.summary(self.memory),
+                _listed("near-ties", self.ties),
+                _listed("limits crossed (top_k, top_p, min_p)", self.limits),
+                _listed("wrong", Counter(self.wrong)),
             ]
         )
+
+
+def _listed(what: str, lines: Counter[str], most: int = 20) -> str:
+    rows = [f"\n  {line}" + f" ({count} times)" * (count > 1) for line, count in lines.most_common(most)]
+    return f"{lines.total()} {what}, {len(lines)} different ones" + "".join(rows)
 
 
 @dataclass
@@ -197,10 +107,10 @@ class _Live:
 
 
 class Churn:
-    """One run on an engine with trees."""
+    """One run on the engine under test."""
 
     def __init__(
-        self, llm: Any, where: Setting, requests: list[Request], answers: list[Answer], rng: random.Random
+        self, llm: Any, where: Setting, requests: list[Request], answers: Answers, rng: random.Random
     ) -> None:
         self.llm, self.where, self.rng = llm, where, rng
         self.requests, self.answers = requests, answers
@@ -208,6 +118,9 @@ class Churn:
         self.core = self.engine.engine_core.engine_core
         self.report = Report()
         self.live: dict[str, _Live] = {}
+        self.waiting: defaultdict[int, list[tuple[Answer, bool]]] = defaultdict(list)
+        if where.graphs:
+            self.report.replays = harness.count_replays(self.runner)
         self.before = self.held()
 
     def held(self) -> dict[str, Any]:
@@ -234,21 +147,27 @@ class Churn:
                     found[f"group {number}: {name}"] = len(getattr(manager, name))
         return found
 
-    def run(self, seconds: float, in_flight: int) -> Report:
-        """Churn for `seconds`, then let the rest finish, and check what is left."""
+    def run(self, seconds: float, in_flight: int, least: int = 0) -> Report:
+        """Churn for `seconds` and until `least` requests came; in pauses the rest finishes, and what is left
+        is checked."""
         start = time.monotonic()
-        next_sample = 0.25
-        while (now := time.monotonic() - start) < seconds:
-            if now > next_sample * seconds:
-                self.report.rss.append(self._rss())
-                next_sample += 0.25
-            self._arrive(in_flight)
-            if self.live and self.rng.random() < 0.08:
-                self.abort(self.rng.choice(sorted(self.live)))
-            self.step()
-        self.drain(300 + seconds)
-        self._settle()
+        pauses = min(PAUSES, max(1, int(seconds // SECONDS_BETWEEN)))
+        for pause in range(1, pauses + 1):
+            end, count = start + seconds * pause / pauses, least * pause // pauses
+            while time.monotonic() < end or self.report.added < count:
+                self._arrive(in_flight)
+                if self.live and self.rng.random() < 0.08:
+                    self.abort(self.rng.choice(sorted(self.live)))
+                self.step()
+            self.drain(300)
+            self._settle()
+            self.check_held()
+            self._catch_up()
+            self.report.memory.append(churn_memory.measure(self.report.finished))
         self.report.seconds = time.monotonic() - start
+        self.answers.all()
+        self.report.waited = time.monotonic() - start - self.report.seconds
+        self._catch_up()
         self._check_end()
         return self.report
 
@@ -299,39 +218,53 @@ class Churn:
                 self.report.tokens += len(live.seen.tokens)
                 self.report.kinds[self.requests[live.which].kind] += 1
                 self._compare(live.which, live.seen, finished=True)
+        self.report.steps += 1
+        self.report.ahead += bool(self.core.batch_queue)
+
+    def _catch_up(self) -> None:
+        """Compare what came before the answer alone did, as far as that is there now."""
+        for which in [which for which in self.waiting if self.answers.get(which) is not None]:
+            for found, finished in self.waiting.pop(which):
+                self._compare(which, found, finished)
 
     def _compare(self, which: int, found: Answer, finished: bool) -> None:
+        request, expected = self.requests[which], self.answers.get(which)
+        if expected is None:
+            self.waiting[which].append((found, finished))
+            return
         self.report.compared += 1
-        request, expected = self.requests[which], self.answers[which]
         what = difference(expected, found, finished)
         if what is None and finished:
-            what = logprob_difference(request, expected, found, 1e-3 if self.where.exact else 0.2)
+            what = logprob_difference(request, expected, found, self._tolerance(request))
         if what is None:
             return
         line = f"request {which} ({request.kind}): {what}"
         at = parted(expected, found)
         if at is None or self.where.exact:
             self.report.wrong.append(line)
-        elif request.params["temperature"] > 0:
-            self.report.ties.append(line)
+            return
+        gap = request.gap(expected, at, found.tokens[at])
+        line = f"{line}, {gap:.3f} from being chosen"
+        if gap <= TIE * request.scale:
+            self.report.ties[line] += 1
+        elif request.filtered:
+            self.report.limits[line] += 1
         else:
-            gap = expected.gap(at, found.tokens[at])
-            excused = self.report.ties if gap <= TIE else self.report.wrong
-            excused.append(f"{line}, {gap:.3f} less likely")
+            self.report.wrong.append(line)
+
+    def _tolerance(self, request: Request) -> float:
+        """How far a log-probability may be off. A token that rounding carries across a limit changes all
+        others' too, by any amount."""
+        if self.where.exact:
+            return 1e-3
+        if request.filtered:
+            return float("inf")
+        return NOISE * request.scale
 
     def _settle(self) -> None:
         """Steps without requests: what finished last is freed by the step after."""
         for _ in range(3):
             self.core.step_fn()
-        gc.collect()
-
-    def _rss(self) -> int:
-        if torch.cuda.is_available():
-            return int(torch.cuda.memory_allocated())
-        gc.collect()
-        with contextlib.suppress(OSError, AttributeError):  # glibc only: freed memory that it still keeps
-            ctypes.CDLL(None).malloc_trim(0)
-        return int(psutil.Process().memory_info().rss)
 
     def check_held(self) -> None:
         """Everything that requests hold is as it was before the first one."""
@@ -341,56 +274,27 @@ class Churn:
 
     def _check_end(self) -> None:
         report = self.report
-        report.rss.append(self._rss())
-        self.check_held()
         metrics = {m.name: m.value for m in self.llm.get_metrics() if hasattr(m, "value")}
         report.preemptions = int(metrics["vllm:num_preemptions"])
         report.hits = int(metrics["vllm:prefix_cache_hits"])
-        report.stats = self.runner.model_state.step.stats.read()
-        if report.seconds > 120 and report.rss[-1] - report.rss[0] > RSS_GROWTH:
-            report.wrong.append(f"memory grew from {report.rss[0]} to {report.rss[-1]} bytes")
-        if len(set(report.ties)) > max(2, MAX_TIES * len(self.requests)):
-            report.wrong.append(f"{len(set(report.ties))} of {len(self.requests)} requests have near-ties")
+        if self.where.trees:
+            report.stats = self.runner.model_state.step.stats.read()
+        report.wrong += churn_memory.leaks(report.memory)
+        self.check_modes()
+        for what, lines in (("near-ties", report.ties), ("limits crossed", report.limits)):
+            if lines.total() > max(2, MOST[what] * report.compared):
+                report.wrong.append(f"{what}: {lines.total()} of {report.compared} answers, too many")
         for which in range(min(3, len(self.requests))):
-            self._compare(which, Answer.of(ask(self.llm, self.requests[which])), finished=True)
+            found = churn_engines.ask(self.llm, self.requests[which])
+            self._compare(which, Answer.of(found), finished=True)
 
-
-@contextlib.contextmanager
-def asynchronous(wanted: bool) -> Iterator[None]:
-    """Asynchronous scheduling on the CPU too, where vLLM has no use for it and switches it off."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    original = CpuPlatform.check_and_update_config
-
-    def check(cls: Any, config: Any) -> None:
-        original(config)
-        config.scheduler_config.async_scheduling = True
-
-    if wanted:
-        CpuPlatform.check_and_update_config = classmethod(check)
-    try:
-        yield
-    finally:
-        CpuPlatform.check_and_update_config = original
-
-
-@contextlib.contextmanager
-def engine(where: Setting, requests: list[Request], answers: list[Answer]) -> Iterator[Any]:
-    """The engine with trees, with an oracle where the draft knows nothing."""
-    wanted = where.ours.get("async_scheduling", False)
-    with (
-        asynchronous(wanted and not torch.cuda.is_available()),
-        harness.engine(where.target, **where.ours) as llm,
-    ):
-        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == wanted
-        if where.oracle:
-            known = [
-                harness.Reference(request.prompt, answer.tokens, ())
-                for request, answer in zip(requests, answers, strict=True)
-            ]
-            shapes = [oracle.second_child, oracle.late, oracle.chain, oracle.none, oracle.wrong]
-            oracle.install(harness.runner(llm), known, shapes)
-        yield llm
+    def check_modes(self) -> None:
+        """What was asked for did happen: steps ahead of their scheduler, replays of CUDA graphs."""
+        if self.where.asynchronous and not self.report.ahead:
+            self.report.wrong.append("asynchronous scheduling: no step began before the last one's end")
+        for model, count in self.report.replays.items():
+            if count == 0:
+                self.report.wrong.append(f"CUDA graphs: none of the {model} was replayed")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -399,6 +303,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m tests.e2e.churn", description=(__doc__ or "").split("\n")[0]
     )
     made.add_argument("--minutes", type=float, default=10, help="how long requests keep coming")
+    made.add_argument("--least", type=int, default=0, help="and until this many requests came")
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--requests", type=int, default=56, help="size of the catalogue")
     made.add_argument("--concurrency", type=int, default=8, help="--max-num-seqs of the engine")
@@ -411,7 +316,8 @@ def parser() -> argparse.ArgumentParser:
         choices=["random", "demo"],
         help="default: demo on a GPU, random elsewhere; random is for the CPU",
     )
-    made.add_argument("--graphs", action="store_true", help="CUDA graphs for decode steps")
+    made.add_argument("--graphs", action="store_true", help="CUDA graphs for decode steps (on a GPU)")
+    made.add_argument("--plain", action="store_true", help="no trees: the same churn by vLLM as it is")
     for name, text in (
         ("prefix-caching", "automatic prefix caching (default on)"),
         ("async-scheduling", "asynchronous scheduling (default on)"),
@@ -423,16 +329,21 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> Report:
     """A whole run, from the command line's words."""
     arguments = parser().parse_args(words)
-    rng = random.Random(arguments.seed)
+    churn_memory.measure(0)  # where it cannot be measured, say so before minutes have passed
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        where = setting(arguments, Path(folder))
-        start = time.monotonic()
-        requests, answers = alone(where, arguments.requests, rng, arguments.max_tokens)
-        print(f"{len(requests)} requests answered alone in {time.monotonic() - start:.0f} s", flush=True)
-        with engine(where, requests, answers) as llm:
+        where = churn_engines.setting(arguments, Path(folder))
+        rng = random.Random(arguments.seed)
+        requests = churn_engines.requests_of(where, arguments.requests, rng, arguments.max_tokens)
+        with (
+            churn_engines.answered_alone(where, requests) as answers,
+            churn_engines.engine(where, requests, answers) as llm,
+        ):
+            print(f"the engine under test came up in {time.monotonic() - start:.0f} s", flush=True)
+            churn = Churn(llm, where, requests, answers, rng)
             in_flight = arguments.concurrency * 3 // 2
-            report = Churn(llm, where, requests, answers, rng).run(60 * arguments.minutes, in_flight)
-    print(report.summary(), flush=True)
+            report = churn.run(60 * arguments.minutes, in_flight, arguments.least)
+    print(where.comparison(len(requests)), report.summary(), sep="\n", flush=True)
     return report
 
 

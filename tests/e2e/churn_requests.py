@@ -8,6 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from tests.e2e.noise import gumbel
+
 GRAMMARS = ("[a-z ]{4,30}", "(yes|no|perhaps)( and (yes|no))?", "[A-Z][a-z]{2,8}( [a-z]{1,6}){1,5}[.]")
 SCHEMA = {
     "type": "object",
@@ -23,6 +27,35 @@ class Request:
     kind: str
     prompt: tuple[int, ...]
     params: dict[str, Any]
+
+    @property
+    def sampled(self) -> bool:
+        """Whether noise takes part in the choice of tokens."""
+        return bool(self.params["temperature"])
+
+    @property
+    def scale(self) -> float:
+        """How much larger a difference of logits is in what the tokens are chosen by."""
+        return self.params.get("repetition_penalty", 1.0) / (self.params["temperature"] or 1.0)
+
+    def gap(self, answer: Answer, at: int, token: int) -> float:
+        """How far `token` was from being chosen in place of this answer's at a position: the difference of
+        their log-probabilities, with noise where it takes part. Infinite if it is not known."""
+        scores = answer.logprobs[at] if answer.logprobs is not None and at < len(answer.logprobs) else {}
+        chosen = answer.tokens[at]
+        if not {token, chosen} <= scores.keys():
+            return float("inf")
+        gap = scores[chosen] - scores[token]
+        if self.sampled:
+            seed, position = torch.tensor(self.params["seed"]), torch.tensor(len(self.prompt) + at - 1)
+            for_chosen, for_token = gumbel(seed, position, torch.tensor([chosen, token])).tolist()
+            gap += for_chosen - for_token
+        return gap
+
+    @property
+    def filtered(self) -> bool:
+        """Whether tokens are left out of a sampled distribution by a limit, which rounding can cross."""
+        return self.sampled and not self.params.keys().isdisjoint(("top_k", "top_p", "min_p"))
 
     def sampling(self) -> Any:
         """vLLM's SamplingParams; made anew each time, since vLLM changes them."""
@@ -45,11 +78,6 @@ class Answer:
     finish_reason: str | None
     stop_reason: Any
     logprobs: tuple[dict[int, float], ...] | None
-
-    def gap(self, at: int, token: int) -> float:
-        """How much less likely `token` is than this answer's at a position; infinite if it is not known."""
-        scores = self.logprobs[at] if self.logprobs is not None and at < len(self.logprobs) else {}
-        return scores[self.tokens[at]] - scores[token] if token in scores else float("inf")
 
     @classmethod
     def of(cls, output: Any) -> Answer:
@@ -144,7 +172,8 @@ def difference(expected: Answer, found: Answer, finished: bool) -> str | None:
 def logprob_difference(request: Request, expected: Answer, found: Answer, tolerance: float) -> str | None:
     """None if a finished answer has the log-probabilities that it asked for, and they are the expected ones.
 
-    The expected answer may have more of them.
+    The expected answer may have more of them. Tokens without any probability (`top_k` and the like leave the
+    others none) fill up the best in no order.
     """
     wanted = request.params.get("logprobs")
     if wanted is None:
@@ -155,8 +184,9 @@ def logprob_difference(request: Request, expected: Answer, found: Answer, tolera
         if found.tokens[at] not in b or not max(wanted, 1) <= len(b) <= wanted + 1:
             return f"log-probabilities at {at} are of {sorted(b)}"
         for token in a.keys() & b.keys():
-            if abs(a[token] - b[token]) > tolerance:
+            if a[token] != b[token] and not abs(a[token] - b[token]) <= tolerance:
                 return f"log-probability at {at} of token {token}: {b[token]}, not {a[token]}"
-        if len(b.keys() - a.keys()) > 1:  # the last of the best may change places with the next
+        others = sum(score > float("-inf") for token, score in b.items() if token not in a)
+        if others > 1:  # the last of the best may change places with the next
             return f"log-probabilities at {at} are of {sorted(b)}, not of {sorted(a)}"
     return None

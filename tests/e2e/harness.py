@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 from collections.abc import Iterator, Sequence
@@ -60,6 +61,21 @@ def trees(
 def runner(llm: Any) -> Any:
     """The model runner of an in-process engine."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def count_replays(runner: Any) -> dict[str, int]:
+    """Replays of whole CUDA graphs from now on: of the target, and of the draft if there is one."""
+    managers, counts = {"target": runner.cudagraph_manager}, {"target": 0}
+    if runner.speculator is not None:
+        managers["draft"], counts["draft"] = runner.speculator.query_cudagraph_manager, 0
+    for name, manager in managers.items():
+        manager.run_fullgraph = functools.partial(_counted, counts, name, manager.run_fullgraph)
+    return counts
+
+
+def _counted(counts: dict[str, int], name: str, run: Any, descriptor: Any) -> Any:
+    counts[name] += 1
+    return run(descriptor)
 
 
 @dataclass(frozen=True)

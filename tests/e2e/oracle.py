@@ -6,7 +6,8 @@ It makes tests independent of a draft's luck: accepted paths are as long, and as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -60,13 +61,20 @@ def late(continuation: list[int], budget: int, vocab: int) -> tuple[list[int], l
     return tokens + path, parents + [0] + list(range(at + 1, at + len(path)))
 
 
-def install(runner: Any, references: Sequence[Reference], shapes: Sequence[Shape]) -> list[list[int]]:
+def install(
+    runner: Any,
+    references: Sequence[Reference],
+    shapes: Sequence[Shape],
+    offered: MutableSequence[list[int]] | None = None,
+) -> MutableSequence[list[int]]:
     """Replace the engine's proposer. Step k of the engine uses `shapes[k % len(shapes)]`.
 
-    Returns a list that grows by one entry a proposal: for each row, the nodes offered (the root not counted).
+    Returns `offered` (by default a new list), which gets one entry a proposal: for each row, the nodes
+    offered (the root not counted).
     """
     speculator, states = runner.speculator, runner.req_states
-    offered: list[list[int]] = []
+    record: MutableSequence[list[int]] = [] if offered is None else offered
+    turns = itertools.cycle(shapes)
 
     def propose(
         hidden: Any,
@@ -77,7 +85,7 @@ def install(runner: Any, references: Sequence[Reference], shapes: Sequence[Shape
         **limits: Any,
     ) -> Tree:
         rows = len(root_tokens)
-        shape = shapes[len(offered) % len(shapes)]
+        shape = next(turns)
         tree = Tree.empty(rows, budget + 1, root_tokens.device)
         counts = []
         indexes = speculator.sample_idx_mapping[: rows * speculator.num_speculative_steps].view(rows, -1)[
@@ -91,12 +99,12 @@ def install(runner: Any, references: Sequence[Reference], shapes: Sequence[Shape
             tokens, parents = shape(following[:room], budget, runner.vocab_size) if room else ([], [])
             counts.append(len(tokens))
             fill(tree, row, int(root_tokens[row]), tokens, parents)
-        offered.append(counts)
+        record.append(counts)
         tree.validate(runner.vocab_size, budget)
         return tree
 
     speculator.proposer.propose = propose
-    return offered
+    return record
 
 
 def continuation_of(references: Sequence[Reference], known: list[int]) -> list[int]:

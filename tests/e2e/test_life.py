@@ -7,6 +7,7 @@ runs on the random float32 target, whose answers must be equal, with accepted pa
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.e2e import churn, harness, oracle
-from tests.e2e.churn_requests import Answer, Request, difference
+from tests.e2e import churn, churn_engines, harness, oracle
 from tests.e2e.test_state import CLOSE, distance, recurrent_layers
 
 # --- recurrent states in the prefix cache ----------------------------------------------------------------
@@ -182,7 +182,7 @@ def run(*words: str) -> churn.Report:
 
 
 def test_a_short_churn() -> None:
-    report = run("--minutes", "0.12", "--requests", "14", "--max-tokens", "16", "--seed", "3")
+    report = run("--minutes", "0", "--least", "24", "--requests", "14", "--max-tokens", "16", "--seed", "3")
     assert report.preemptions and report.hits and report.aborted, report.summary()
     assert report.finished > 5 and report.stats["branching_paths"], report.summary()
 
@@ -196,29 +196,25 @@ def test_a_longer_churn(target: str, scheduling: str) -> None:
     assert report.preemptions and report.aborted and report.finished > 10, report.summary()
 
 
-class Crowd:
+@contextlib.contextmanager
+def crowd(folder: Path, *words: str, count: int = 14, max_tokens: int = 12) -> Iterator[churn.Churn]:
     """A churn's engine and catalogue, without its random course."""
-
-    def __init__(self, folder: Path, *words: str, count: int = 14, max_tokens: int = 12) -> None:
-        self.rng = random.Random(5)
-        self.where = churn.setting(churn.parser().parse_args(words), folder)
-        self.requests, self.answers = churn.alone(self.where, count, self.rng, max_tokens)
-
-    def engine(self) -> Any:
-        return churn.engine(self.where, self.requests, self.answers)
-
-    def start(self, llm: Any) -> churn.Churn:
-        return churn.Churn(llm, self.where, self.requests, self.answers, self.rng)
+    rng = random.Random(5)
+    where = churn_engines.setting(churn.parser().parse_args(words), folder)
+    requests = churn_engines.requests_of(where, count, rng, max_tokens)
+    with (
+        churn_engines.answered_alone(where, requests) as answers,
+        churn_engines.engine(where, requests, answers) as llm,
+    ):
+        yield churn.Churn(llm, where, requests, answers, rng)
 
 
 @pytest.mark.full
 def test_sixty_four_at_once(tmp_path: Path) -> None:
     """All kinds of requests, all at once, on a cache that holds a part of them."""
-    crowd = Crowd(tmp_path, "--concurrency", "64", "--blocks", "72", count=28)
-    with crowd.engine() as llm:
-        many = crowd.start(llm)
+    with crowd(tmp_path, "--concurrency", "64", "--blocks", "72", count=28) as many:
         for number in range(64):
-            many.add(number % len(crowd.requests))
+            many.add(number % len(many.requests))
         report = many.run(0, 64)
     assert not report.wrong, report.summary()
     assert report.finished == 64 and report.preemptions, report.summary()
@@ -227,13 +223,12 @@ def test_sixty_four_at_once(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_aborts_at_every_point(tmp_path: Path) -> None:
     """A request is aborted after 0, 1, 2, ... steps, beside two others; these and later ones are right."""
-    crowd = Crowd(tmp_path, "--concurrency", "3", "--blocks", "12", max_tokens=28)
-    longest = max(range(len(crowd.answers)), key=lambda which: len(crowd.answers[which].tokens))
-    with crowd.engine() as llm:
-        several = crowd.start(llm)
+    with crowd(tmp_path, "--concurrency", "3", "--blocks", "12", max_tokens=28) as several:
+        lengths = [len(answer.tokens) for answer in several.answers.all()]
+        longest = lengths.index(max(lengths))
         for steps in range(10):
             for which in (steps, steps + 1):
-                several.add(which % len(crowd.requests))
+                several.add(which % len(several.requests))
             victim = several.add(longest)
             for _ in range(steps):
                 several.step()
@@ -243,26 +238,3 @@ def test_aborts_at_every_point(tmp_path: Path) -> None:
         report = several.run(0, 3)
     assert not report.wrong, report.summary()
     assert sum(report.aborted.values()) >= 5 and len(report.aborted) == 2, report.summary()
-
-
-def test_a_leak_is_noticed(tmp_path: Path) -> None:
-    """The checks at the end find a block that nobody returns and an answer that is another's."""
-    where = churn.Setting(tmp_path, tmp_path, {}, {}, exact=True, longest=1)
-    request = Request("greedy", (1,), {"temperature": 0})
-    right, other = (Answer(tokens, "", "length", None, None) for tokens in ((1, 2), (1, 3)))
-    assert difference(right, other, finished=False) is not None
-    assert difference(right, Answer((1,), "", None, None, None), finished=False) is None
-    assert difference(right, Answer((1,), "", "length", None, None), finished=True) is not None
-    assert difference(right, right, finished=True) is None
-    watched = churn.Churn.__new__(churn.Churn)
-    watched.where, watched.report, watched.requests, watched.answers = (
-        where,
-        churn.Report(),
-        [request],
-        [right],
-    )
-    watched._compare(0, other, finished=True)
-    assert len(watched.report.wrong) == 1
-    watched.before, watched.held = {"free blocks": 9}, lambda: {"free blocks": 8}  # type: ignore[method-assign]
-    watched.check_held()
-    assert watched.report.wrong[1:] == ["free blocks: 8, but 9 before the run"]

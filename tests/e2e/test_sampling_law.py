@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.e2e.noise import gumbel
 from vllm_weaver.spec_decode.step import TreeStep
 from vllm_weaver.spec_decode.tree import Tree, TreeBuffers
 
@@ -28,32 +29,11 @@ TREES: dict[str, tuple[list[int], list[int], list[float]]] = {
 }
 
 
-def mixed_words(words: list[Tensor]) -> Tensor:
-    """murmur3 of 32-bit words in int64 tensors, with a zero seed."""
-    low = 0xFFFFFFFF
-
-    def rotated(x: Tensor, by: int) -> Tensor:
-        return ((x << by) & low) | (x >> (32 - by))
-
-    h = torch.zeros_like(words[0])
-    for word in words:
-        h = h ^ (rotated(word * 0xCC9E2D51 & low, 15) * 0x1B873593 & low)
-        h = rotated(h, 13) * 5 + 0xE6546B64 & low
-    h = h ^ (4 * len(words))
-    h = (h ^ (h >> 16)) * 0x85EBCA6B & low
-    h = (h ^ (h >> 13)) * 0xC2B2AE35 & low
-    return h ^ (h >> 16)
-
-
 def sample(
     logits: Tensor, requests: Tensor, temperature: Tensor, seeds: Tensor, pos: Tensor, **_: Any
 ) -> Tensor:
     """vLLM's `gumbel_sample`, in float64."""
-    low = 0xFFFFFFFF
-    seed = seeds[requests.long()][:, None].expand_as(logits)
-    token = torch.arange(logits.shape[1]).expand_as(logits)
-    hashed = mixed_words([seed & low, (seed >> 32) & low, pos[:, None].expand_as(logits) & low, token])
-    noise = -(-torch.log1p(-(hashed.double() + 0.5) * 2.0**-32)).log()
+    noise = gumbel(seeds[requests.long()][:, None], pos[:, None], torch.arange(logits.shape[1]))
     noise[temperature[requests.long()] == 0] = 0
     return (logits.double() + noise).argmax(1)
 

@@ -51,19 +51,8 @@ def engine(mode: str, model: str | Path = harness.DEMO / "target", **options: An
     plugin.register()  # where the package is not installed there is no entry point
     with harness.engine(model, **(GPU | MODES[mode] | options)) as llm:
         runner = harness.runner(llm)
-        runner.replays = {"target": 0, "draft": 0}
-        speculator = runner.speculator
-        managers = {"target": runner.cudagraph_manager}
-        if speculator is not None:
-            managers["draft"] = speculator.query_cudagraph_manager
-        for name, manager in managers.items():
-            manager.run_fullgraph = functools.partial(_counted, runner.replays, name, manager.run_fullgraph)
+        runner.replays = harness.count_replays(runner)
         yield llm
-
-
-def _counted(counts: dict[str, int], name: str, run: Any, descriptor: Any) -> Any:
-    counts[name] += 1
-    return run(descriptor)
 
 
 @functools.cache

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two engines of `churn`: vLLM without speculation in a process of its own, and the engine under test.
+
+The first answers every request of the catalogue alone, one after the other, while the second one starts and,
+if it needs no oracle, already works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.e2e import harness, models
+from tests.e2e.churn_requests import Answer, Request, catalogue
+
+
+def prepare() -> None:
+    """The environment of a process that will import vLLM; what is set already is left as it is."""
+    for name, value in (
+        ("OMP_NUM_THREADS", "1"),
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+        ("VLLM_LOGGING_LEVEL", "ERROR"),
+        ("HF_HUB_OFFLINE", "1"),
+        # vLLM's CPU matrix products keep a primitive (0.3 MiB) for every weight shape and number of rows that
+        # a step has had, up to 1,024: for half an hour that looks like a leak.
+        ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16"),
+    ):
+        os.environ.setdefault(name, value)
+    if not torch.cuda.is_available():
+        import tests.e2e.conftest  # noqa: F401
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Models and engine options of a run: `plain` for the answers alone, `tested` for the churn."""
+
+    target: Path
+    plain: dict[str, Any]
+    tested: dict[str, Any]
+    exact: bool
+    longest: int
+
+    @property
+    def trees(self) -> bool:
+        """Whether the engine under test speculates."""
+        return "speculative_config" in self.tested
+
+    @property
+    def graphs(self) -> bool:
+        """Whether the engine under test replays CUDA graphs."""
+        return not self.tested["enforce_eager"]
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the engine under test schedules ahead of its steps."""
+        return bool(self.tested["async_scheduling"])
+
+    @property
+    def oracle(self) -> bool:
+        """Whether accepted paths need an oracle."""
+        return self.trees and self.exact
+
+    def comparison(self, count: int) -> str:
+        """One line: what is compared with what, by which rule."""
+        tested = "vLLM as it is"
+        if self.trees:
+            config = self.tested["speculative_config"]
+            tested = f"dflash_tfm (budget {config['num_speculative_tokens']}, {config['proposal']})"
+        rule = "they must be equal"
+        if not self.exact:
+            rule = "bf16: they may part at near-ties"
+        on = ["CUDA graphs" if self.graphs else "eager", f"{self.tested['max_num_seqs']} at once"]
+        on += ["asynchronous scheduling"] if self.asynchronous else []
+        on += ["prefix caching"] if self.tested["enable_prefix_caching"] else []
+        return (
+            f"compared: answers of {tested} in a crowd ({', '.join(on)}) with those of vLLM without "
+            f"speculation to the same {count} requests, one at a time, eager; {rule}"
+        )
+
+
+def random_models(folder: Path) -> None:
+    """The attention-only pair, with the demo's tokenizer."""
+    models.attention_only(folder / "target", 1024)
+    models.random_draft(folder / "draft", vocab=1024)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(harness.DEMO / "target" / name, folder / "target" / name)
+
+
+def setting(arguments: argparse.Namespace, folder: Path) -> Setting:
+    """Where to run and with what, from the command line's options; random models are made in `folder`."""
+    cuda, chosen = torch.cuda.is_available(), arguments.target
+    exact = (chosen or ("demo" if cuda else "random")) == "random"
+    if exact and arguments.graphs:
+        raise SystemExit(
+            "--graphs needs --target demo: the oracle of the random target is no part of a graph"
+        )
+    if arguments.graphs and not cuda:
+        raise SystemExit("--graphs needs a GPU: there are no CUDA graphs on a CPU")
+    common: dict[str, Any] = {
+        "max_model_len": 192 if exact else 448,
+        "max_num_seqs": arguments.concurrency,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+    }
+    if cuda:
+        common |= {
+            "gpu_memory_utilization": 0.2,
+            # Not from a measurement, which the two engines would disturb for each other.
+            "kv_cache_memory_bytes": 4 << 30,
+            "attention_backend": "FLASH_ATTN",
+            "additional_config": {"gdn_prefill_backend": "triton"},
+        }
+    if not exact:
+        common["logprobs_mode"] = "processed_logprobs"  # a near-tie is one of what is chosen from
+        common["max_logprobs"] = -1
+    if exact:
+        random_models(folder)
+        common |= {"dtype": "float32", "block_size": 32}
+    models_at = folder if exact else harness.DEMO
+    tested = common | {
+        "enable_prefix_caching": arguments.prefix_caching,
+        "num_gpu_blocks_override": arguments.blocks
+        # Room for about half of the requests at their longest, without shared blocks.
+        or (max(8, 5 * arguments.concurrency // 4) if exact else max(9, 5 * arguments.concurrency // 2)),
+        "long_prefill_token_threshold": arguments.chunk,
+        "async_scheduling": arguments.async_scheduling,
+    }
+    if not arguments.plain:
+        tested |= harness.trees(arguments.budget, "ddtree" if exact else "weaver", models_at / "draft")
+    if arguments.graphs:
+        tested |= {
+            "enforce_eager": False,
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        }
+    return Setting(models_at / "target", common, tested, exact, 96 if exact else 330)
+
+
+def requests_of(where: Setting, count: int, rng: random.Random, max_tokens: int) -> list[Request]:
+    """The catalogue of a run."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(where.target)
+    vocab = json.loads((where.target / "config.json").read_text())["vocab_size"]
+    return catalogue(count, rng, harness.demo_prompts(tokenizer), vocab, max_tokens, where.longest)
+
+
+# --- answers alone ---------------------------------------------------------------------------------------
+
+
+def ask(llm: Any, request: Request, **more: Any) -> Any:
+    """The answer to one request by an engine that has nothing else to do."""
+    prompt = {"prompt_token_ids": list(request.prompt)}
+    sampling = replace(request, params=request.params | more).sampling()
+    return llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0]
+
+
+def _answer_alone(where: Setting, requests: Sequence[Request], answers: Connection) -> None:
+    """Send vLLM's answer without speculation to each request, one at a time; a process runs this."""
+    prepare()
+    with harness.engine(where.target, **where.plain) as llm:
+        for request in requests:
+            # Near-ties are judged by log-probabilities; noise can choose any token.
+            more = {} if where.exact else {"logprobs": -1 if request.sampled else harness.TOP}
+            answers.send(Answer.of(ask(llm, request, **more)))
+
+
+class Answers:
+    """The answers alone, in the order of the catalogue, as they come from their process."""
+
+    def __init__(self, count: int, process: Any, connection: Connection) -> None:
+        self._count, self._process, self._connection = count, process, connection
+        self._known: list[Answer] = []
+
+    def get(self, which: int) -> Answer | None:
+        """The answer to a request of the catalogue, or None as long as it is not there."""
+        while len(self._known) < self._count and self._connection.poll():
+            self._receive()
+        return self._known[which] if which < len(self._known) else None
+
+    def all(self) -> list[Answer]:
+        """All answers; waits for them."""
+        while len(self._known) < self._count:
+            self._receive()
+        return self._known
+
+    def _receive(self) -> None:
+        try:
+            self._known.append(self._connection.recv())
+        except EOFError:
+            self._process.join()
+            raise RuntimeError(
+                f"the process that answers requests alone ended with status {self._process.exitcode} after "
+                f"{len(self._known)} of {self._count} answers; its own message is above"
+            ) from None
+
+
+@contextlib.contextmanager
+def answered_alone(where: Setting, requests: Sequence[Request]) -> Iterator[Answers]:
+    """The answers by vLLM without speculation, which a process begins to give."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer_alone, args=(where, requests, sender))
+    process.start()
+    sender.close()
+    try:
+        yield Answers(len(requests), process, receiver)
+    finally:
+        process.terminate()
+        process.join()
+        receiver.close()
+
+
+# --- the engine under test -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def asynchronous(wanted: bool) -> Iterator[None]:
+    """Asynchronous scheduling on the CPU too, where vLLM has no use for it and switches it off."""
+    if not wanted or torch.cuda.is_available():
+        yield
+        return
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config
+
+    def check(cls: Any, config: Any) -> None:
+        original(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(check)
+    try:
+        yield
+    finally:
+        CpuPlatform.check_and_update_config = original
+
+
+@contextlib.contextmanager
+def engine(where: Setting, requests: Sequence[Request], answers: Answers) -> Iterator[Any]:
+    """The engine under test, with an oracle where the draft knows nothing."""
+    if torch.cuda.is_available():
+        from vllm_weaver import plugin
+
+        plugin.register()  # where the package is not installed there is no entry point
+    with asynchronous(where.asynchronous), harness.engine(where.target, **where.tested) as llm:
+        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == where.asynchronous
+        if where.oracle:
+            from tests.e2e import oracle  # imports Triton, for which `prepare` would come too late
+
+            known = [
+                harness.Reference(request.prompt, answer.tokens, ())
+                for request, answer in zip(requests, answers.all(), strict=True)
+            ]
+            shapes = [oracle.second_child, oracle.late, oracle.chain, oracle.none, oracle.wrong]
+            # What was offered is of no interest here, and a record of all of it would look like a leak.
+            oracle.install(harness.runner(llm), known, shapes, deque(maxlen=1))
+        yield llm
