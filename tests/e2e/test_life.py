@@ -191,8 +191,8 @@ def test_a_short_churn() -> None:
 @pytest.mark.parametrize("scheduling", ["--async-scheduling", "--no-async-scheduling"])
 @pytest.mark.parametrize("target", ["random", "demo"])
 def test_a_longer_churn(target: str, scheduling: str) -> None:
-    sizes = ("--minutes", "1", "--requests", "28", "--concurrency", "6", "--max-tokens", "24")
-    report = run(*sizes, "--target", target, scheduling)
+    sizes = ("--minutes", "1", "--least", "40", "--requests", "28", "--concurrency", "6")
+    report = run(*sizes, "--max-tokens", "24", "--target", target, scheduling)
     assert report.preemptions and report.aborted and report.finished > 10, report.summary()
 
 
