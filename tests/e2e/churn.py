@@ -71,6 +71,7 @@ class Report:
     memory: list[churn_memory.Sample] = field(default_factory=list)
     steps: int = 0
     ahead: int = 0
+    tie: float = 0.0
     replays: dict[str, int] = field(default_factory=dict)
 
     def summary(self) -> str:
@@ -88,7 +89,7 @@ class Report:
                 f"{self.steps} steps of the engine, {self.ahead} of them with the next one under way; "
                 f"CUDA graphs replayed: {self.replays or 'none'}",
                 churn_memory.summary(self.memory),
-                _listed("near-ties", self.ties),
+                _listed(f"near-ties (gaps of at most {self.tie:.3f} at temperature 1)", self.ties),
                 _listed("limits crossed (top_k, top_p, min_p)", self.limits),
                 _listed("wrong", Counter(self.wrong)),
             ]
@@ -166,6 +167,7 @@ class Churn:
             self.report.memory.append(churn_memory.measure(self.report.finished))
         self.report.seconds = time.monotonic() - start
         self.answers.all()
+        self.report.tie = 0.0 if self.where.exact else self._tie
         self.report.waited = time.monotonic() - start - self.report.seconds
         self._catch_up()
         self._check_end()
@@ -245,12 +247,17 @@ class Churn:
             return
         gap = request.gap(expected, at, found.tokens[at])
         line = f"{line}, {gap:.3f} from being chosen"
-        if gap <= TIE * request.scale:
+        if gap <= self._tie * request.scale:
             self.report.ties[line] += 1
         elif request.filtered:
             self.report.limits[line] += 1
         else:
             self.report.wrong.append(line)
+
+    @property
+    def _tie(self) -> float:
+        """The widest gap of a near-tie, in logits."""
+        return max(TIE, self.answers.noise or 0.0)
 
     def _tolerance(self, request: Request) -> float:
         """How far a log-probability may be off. A token that rounding carries across a limit changes all

@@ -168,9 +168,17 @@ def ask(llm: Any, request: Request, **more: Any) -> Any:
 
 
 def _answer_alone(where: Setting, requests: Sequence[Request], answers: Connection) -> None:
-    """Send vLLM's answer without speculation to each request, one at a time; a process runs this."""
+    """Send vLLM's own noise (see `Answers`), then its answer without speculation to each request, one at a
+    time; a process runs this."""
     prepare()
     with harness.engine(where.target, **where.plain) as llm:
+        noise = 0.0
+        if not where.exact:
+            from tests.e2e import following
+
+            texts = harness.demo_prompts(llm.get_tokenizer(), 4)
+            noise = following.SLACK * following.own_noise(llm, harness.references(llm, texts, 48))[0]
+        answers.send(noise)
         for request in requests:
             # Near-ties are judged by log-probabilities; noise can choose any token.
             more = {} if where.exact else {"logprobs": -1 if request.sampled else harness.TOP}
@@ -178,11 +186,15 @@ def _answer_alone(where: Setting, requests: Sequence[Request], answers: Connecti
 
 
 class Answers:
-    """The answers alone, in the order of the catalogue, as they come from their process."""
+    """The answers alone, in the order of the catalogue, as they come from their process.
+
+    noise: how far log-probability gaps may be off by rounding alone, in bf16: a little more than plain
+    decoding is from itself; known before any answer."""
 
     def __init__(self, count: int, process: Any, connection: Connection) -> None:
         self._count, self._process, self._connection = count, process, connection
         self._known: list[Answer] = []
+        self.noise: float | None = None
 
     def get(self, which: int) -> Answer | None:
         """The answer to a request of the catalogue, or None as long as it is not there."""
@@ -198,7 +210,10 @@ class Answers:
 
     def _receive(self) -> None:
         try:
-            self._known.append(self._connection.recv())
+            if self.noise is None:
+                self.noise = self._connection.recv()
+            else:
+                self._known.append(self._connection.recv())
         except EOFError:
             self._process.join()
             raise RuntimeError(

@@ -13,7 +13,10 @@ from typing import Any
 from tests.e2e.harness import TOP, Reference, difference
 
 NOISE = 0.1
-"""A divergence may be as wide as plain decoding's distance from itself (`own_noise`), or this."""
+"""A divergence may always be as wide as this."""
+SLACK = 1.5
+"""And so many times as wide as plain decoding's largest distance from itself (`own_noise`): the largest of
+two samples of one noise differ."""
 
 
 def own_noise(llm: Any, references: Sequence[Reference], near: float = 1.0) -> tuple[float, int]:
@@ -80,10 +83,10 @@ def follow(llm: Any, references: Sequence[Reference]) -> list[tuple[int, int, fl
 
 
 def assert_near_ties(ties: list[tuple[int, int, float]], noise: tuple[float, int], tokens: int) -> None:
-    """Divergences are no wider, and not many more, than plain decoding's own from itself."""
+    """Divergences are not much wider, and not many more, than plain decoding's own from itself."""
     gaps, (gap, flips) = sorted(round(gap, 4) for _, _, gap in ties), noise
     print(
         f"{len(ties)} divergences in {tokens} tokens, gaps {gaps}; of plain decoding {flips}, up to {gap:.4f}"
     )
-    assert not gaps or gaps[-1] <= max(NOISE, gap)
+    assert not gaps or gaps[-1] <= max(NOISE, SLACK * gap)
     assert len(ties) <= 2 * flips + 4

@@ -28,6 +28,12 @@ def answer(*tokens: int, logprobs: tuple[dict[int, float], ...] | None = None) -
     return Answer(tokens, "", "length", None, logprobs)
 
 
+class Given(dict[int, Answer]):
+    """Answers alone that are there already."""
+
+    noise = 0.0
+
+
 def judge(
     expected: Answer | None, exact: bool = True, request: Request = GREEDY, **options: Any
 ) -> churn.Churn:
@@ -36,7 +42,7 @@ def judge(
     tested = {"async_scheduling": False, "enforce_eager": True} | options
     made.where = Setting(Path(), {}, tested, exact, longest=1)
     made.report, made.waiting = churn.Report(), defaultdict(list)
-    made.requests, made.answers = [request], {} if expected is None else {0: expected}  # type: ignore[assignment]
+    made.requests, made.answers = [request], Given({} if expected is None else {0: expected})  # type: ignore[assignment]
     return made
 
 
@@ -64,19 +70,28 @@ def test_answers_come_in_order_and_a_dead_process_is_named() -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = SimpleNamespace(join=lambda: None, exitcode=3)
     answers = Answers(2, process, receiver)
-    assert answers.get(0) is None
+    assert answers.get(0) is None and answers.noise is None
+    sender.send(0.25)
     sender.send(answer(1))
     assert answers.get(1) is None and answers.get(0) == answer(1)
+    assert answers.noise == 0.25
     sender.close()
     with pytest.raises(RuntimeError, match="status 3 after 1 of 2"):
         answers.all()
 
 
 @pytest.mark.parametrize(
-    ("exact", "gap", "excused"), [(False, 0.1, True), (False, 0.2, False), (True, 0.1, False)]
-)
-def test_a_greedy_answer_parts_at_a_near_tie_in_bf16_only(exact: bool, gap: float, excused: bool) -> None:
+    ("exact", "noise", "gap", "excused"),
+    [
+        (False, 0.0, 0.1, True), (False, 0.0, 0.2, False), (False, 0.25, 0.2, True),
+        (False, 0.25, 0.3, False), (True, 0.0, 0.1, False),
+    ],
+)  # fmt: skip
+def test_a_greedy_answer_parts_at_a_near_tie_in_bf16_only(
+    exact: bool, noise: float, gap: float, excused: bool
+) -> None:
     watched = judge(answer(1, logprobs=({1: -0.5, 2: -0.5 - gap},)), exact)
+    watched.answers.noise = noise
     watched._compare(0, answer(2), finished=True)
     assert (len(watched.report.ties), len(watched.report.wrong)) == ((1, 0) if excused else (0, 1))
 

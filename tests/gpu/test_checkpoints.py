@@ -93,7 +93,7 @@ def random_head(vocab: int, hidden: int, algo: str | None) -> quantized.Packed:
     tensors = {
         "weight": codes,
         "weight_scale": scales.uniform_(32, 448).to(torch.float8_e4m3fn),
-        "weight_scale_2": torch.tensor(1e-3),
+        "weight_scale_2": torch.tensor(1e-3, device="cpu"),
     }
     first = (codes[:256].cpu(), tensors["weight_scale"][:256].cpu(), tensors["weight_scale_2"])
     meaning = quantized.nvfp4_meaning(*first)

@@ -169,16 +169,20 @@ class TreeStateMixin:
         compilation = self.vllm_config.compilation_config  # type: ignore[attr-defined]
         if not self._captured or not self.step.all_trees or cudagraph_mode == CUDAGraphMode.FULL:
             return
-        nodes = self.step.budget + 1
+        nodes, largest = self.step.budget + 1, compilation.max_cudagraph_capture_size
         if (input_batch.num_scheduled_tokens != nodes).any():
             reason = (
                 f"a request came with fewer rows than a tree of {nodes} nodes (new, or near its length limit)"
             )
-        else:
+        elif input_batch.num_reqs * nodes > largest:
             reason = (
                 f"{input_batch.num_reqs} trees of {nodes} nodes are more rows than the largest captured size "
-                f"({compilation.max_cudagraph_capture_size}; see --max-cudagraph-capture-size)"
+                f"({largest}; see --max-cudagraph-capture-size)"
             )
+        elif input_batch.is_prefilling_np.any():
+            reason = "a prompt of one token is among them, which vLLM runs without its decode graphs"
+        else:
+            reason = f"vLLM chose {cudagraph_mode.name} for trees of {nodes} nodes"
         logger.warning_once("dflash_tfm: a decode step ran without its CUDA graph: %s", reason)
 
     def get_additional_cg_support(self) -> tuple[AttentionCGSupport, str | None]:
