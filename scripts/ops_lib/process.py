@@ -84,9 +84,10 @@ def _wait(process: subprocess.Popen[bytes], server: Server, log: Path, seconds: 
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGINT and, after STOP_SECONDS, SIGKILL to the session that the process leads; waits for it."""
+    """SIGTERM (a background job ignores SIGINT) and, after STOP_SECONDS, SIGKILL to the session that the
+    process leads; waits for it."""
     if process.poll() is None:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
     with contextlib.suppress(ProcessLookupError, PermissionError):
