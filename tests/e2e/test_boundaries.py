@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.e2e import churn, harness, oracle
+from tests.e2e import churn_engines, harness, oracle
 from tests.e2e.test_life import ALIGNED, BLOCK
 
 TOKENS = 80
@@ -74,7 +74,7 @@ def watch(runner: Any) -> Seen:
 def run(known: list[harness.Reference], asynchronous: bool) -> tuple[Seen, list[harness.Reference]]:
     """A watched run, with an oracle where the answers are known, and the answers."""
     options = ALIGNED | harness.trees(16) | ({"async_scheduling": True} if asynchronous else {})
-    with churn.asynchronous(asynchronous), harness.engine(harness.DEMO / "target", **options) as llm:
+    with churn_engines.asynchronous(asynchronous), harness.engine(harness.DEMO / "target", **options) as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == asynchronous
         runner = harness.runner(llm)
         depth = runner.model_state.settings.depth
