@@ -120,6 +120,15 @@ class World:
         assert masks is not None and len(masks) == len(path) + 1
         return masks[-1].copy()
 
+    def state(self, request: Request) -> np.ndarray:
+        """What the request's grammar, wherever its masks begin, allows next."""
+        assert self.manager.backend is not None and request.structured_output_request is not None
+        mask = self.manager.backend.allocate_token_bitmask(1)
+        grammar: Any = request.structured_output_request.grammar
+        if not grammar.is_terminated():
+            grammar.fill_bitmask(mask, 0)
+        return mask.numpy()
+
     def allowed(self, row: np.ndarray) -> list[int]:
         """The tokens of the vocabulary that a mask leaves."""
         bits = np.unpackbits(row.view(np.uint8), bitorder="little")[: self.vocab]
@@ -164,12 +173,13 @@ def check(world: World, seed: int, special: Sequence[int], rounds: int = 4) -> t
     request = world.request()
     committed: list[int] = []
     reached = refused = unmasked = 0
-    for _ in range(rounds):
+    for round_ in range(rounds):
         tokens, parents, rows = grow(world, committed, rng.randrange(2, BUDGET + 1), rng, special)
         drafts = pack(tokens, parents, BUDGET)
         assert grammars.validate_tokens(request, drafts) == drafts
         found = grammars.grammar_bitmask({"r": request}, ["r"], {"r": drafts})
         assert found is not None and found.shape[0] == BUDGET + 1
+        np.testing.assert_array_equal(world.state(request), world.state(world.request(committed)))
         for node, row in rows.items():
             np.testing.assert_array_equal(found[node], row, err_msg=f"{node} of {tokens}, {parents}")
         reached, refused = reached + len(rows), refused + len(tokens) - len(rows)
@@ -178,7 +188,7 @@ def check(world: World, seed: int, special: Sequence[int], rounds: int = 4) -> t
             if parent in rows and node not in rows:
                 assert tokens[node] not in world.allowed(found[parent]), "a walk would go to a refused node"
         path = [tokens[node] for node in path_to(rng.choice(list(rows)), parents)]
-        if world.tokenizer.eos_token_id in path:
+        if world.tokenizer.eos_token_id in path or round_ == rounds - 1:
             break
         world.commit(request, path)
         committed += path
@@ -195,16 +205,19 @@ def test_rows_are_those_of_paths(backend: str, kind: str) -> None:
     assert min(reached, refused) > 15 and unmasked > 15, (reached, refused, unmasked)
 
 
-@pytest.mark.parametrize("parser", [Thinking, Implicit])
+@pytest.mark.parametrize("parser, text", [(Thinking, "#"), (Implicit, "+"), (Implicit, "#")])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masks_begin_on_each_path_where_its_reasoning_ends(
-    backend: str, parser: type, monkeypatch: pytest.MonkeyPatch
+    backend: str, parser: type, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The last parser takes a token for the answer's first that the grammar refuses: nothing is masked."""
     world = World(backend, "regex", parser)
-    end = world.tokenizer.encode("+" if parser is Implicit else "#")[-1]
+    (end,) = world.tokenizer.encode(text)
     monkeypatch.setattr(parser, "end", end, raising=False)
-    reached, _, unmasked = np.sum([check(world, seed, [end], rounds=2) for seed in range(6)], axis=0)
-    assert 20 < unmasked < reached - 20, "nothing was masked, or all of it"
+    refuses = parser is Implicit and text == "#"
+    rounds = 1 if refuses else 2
+    reached, _, unmasked = np.sum([check(world, seed, [end], rounds) for seed in range(6)], axis=0)
+    assert unmasked > 20 and (reached - unmasked > 20 or refuses), (reached, unmasked)
 
 
 def test_a_batch_of_trees_chains_and_requests_without_drafts() -> None:
@@ -226,6 +239,19 @@ def test_a_batch_of_trees_chains_and_requests_without_drafts() -> None:
         np.testing.assert_array_equal(found[first], root)
     assert (found[24:] == OPEN).all()
     assert TreeGrammars(world.manager).grammar_bitmask(requests, [], drafts) is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_beyond_an_end_are_accepted_as_plain_decoding_does(backend: str) -> None:
+    """In one call, which is a step of several tokens; a refused token is still refused."""
+    world = World(backend, "choice")
+    grammars, answer = TreeGrammars(world.manager), world.tokenizer.encode("beta")
+    for tokens, right in (([*answer, world.tokenizer.eos_token_id, 77, 78], True), ([answer[0], 77], False)):
+        request = world.request()
+        request.append_output_token_ids(tokens)
+        assert grammars.accept_tokens(request, tokens) == right
+    plain = Request("p", [1], SamplingParams(max_tokens=9), None)
+    assert grammars.accept_tokens(plain, [1, 2])
 
 
 def test_unpacking_ends_at_the_first_draft_that_is_none() -> None:

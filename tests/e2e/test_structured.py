@@ -212,8 +212,8 @@ def test_a_request_beside_grammars_that_needs_a_chain_gets_one(plain: Plain, tre
 
 SIMPLE = {
     "xgrammar": ("a value", "an array", "a regular expression", "a choice"),
-    "guidance": ("a value", "an array", "a regular expression", "a choice"),
-    "outlines": ("a regular expression", "a choice"),  # knows no limits of integers
+    "guidance": ("a value", "an array", "a regular expression", "a choice", "beyond its end"),
+    "outlines": ("a regular expression", "a choice", "beyond its end"),  # knows no limits of integers
 }
 
 

@@ -25,6 +25,7 @@ class TreeGrammars:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
+        self._bounds = manager._get_constraint_bounds
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -32,6 +33,17 @@ class TreeGrammars:
     def validate_tokens(self, request: Any, spec_tokens: list[int]) -> list[int]:
         """All drafts: what of a tree a grammar refuses, the masks say."""
         return spec_tokens
+
+    def accept_tokens(self, request: Any, new_token_ids: list[int]) -> bool:
+        """Advance the grammar by what a step committed; False where it refuses.
+
+        One by one, as plain decoding does: with `ignore_eos` tokens follow the answer's end, which guidance
+        refuses where the end is in the same call.
+        """
+        accept = self._manager.accept_tokens
+        if not request.use_structured_output or self._bounds(request, ()).constraint_start > 0:
+            return bool(accept(request, new_token_ids))
+        return all(accept(request, [token]) for token in new_token_ids)
 
     def grammar_bitmask(
         self,
@@ -56,11 +68,11 @@ class TreeGrammars:
         return masks
 
     def _fill(self, request: Any, tokens: list[int], parents: list[int], rows: np.ndarray) -> None:
-        starts = [self._manager._get_constraint_bounds(request, ())] * len(tokens)
+        starts = [self._bounds(request, ())] * len(tokens)
         if starts[0].constraint_start > 0:  # still reasoning: each path says for itself where that ends
             for leaf in set(range(len(tokens))) - set(parents):
                 path = path_to(leaf, parents)
-                bounds = self._manager._get_constraint_bounds(request, [tokens[node] for node in path])
+                bounds = self._bounds(request, [tokens[node] for node in path])
                 for node in path:
                     starts[node] = bounds
         grammar = request.structured_output_request.grammar
