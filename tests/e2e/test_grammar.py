@@ -254,6 +254,15 @@ def test_tokens_beyond_an_end_are_accepted_as_plain_decoding_does(backend: str) 
     assert grammars.accept_tokens(plain, [1, 2])
 
 
+def test_a_tree_without_nodes_is_no_drafts() -> None:
+    """For a grammar; of other requests placeholders may stand for drafts that vLLM was not told."""
+    world = World("xgrammar", "choice")
+    plain = Request("p", [1], SamplingParams(max_tokens=9), None)
+    grammars = TreeGrammars(world.manager)
+    assert grammars.validate_tokens(world.request(), [-1, -1]) == []
+    assert grammars.validate_tokens(plain, [-1, -1]) == [-1, -1]
+
+
 def test_unpacking_ends_at_the_first_draft_that_is_none() -> None:
     tokens, parents = [7, 2**31 - 1, 0], [0, 1, 256]
     assert unpack_drafts(pack([-1, *tokens], [-1, *parents], 6)) == (tokens, parents)

@@ -31,8 +31,11 @@ class TreeGrammars:
         return getattr(self._manager, name)
 
     def validate_tokens(self, request: Any, spec_tokens: list[int]) -> list[int]:
-        """All drafts: what of a tree a grammar refuses, the masks say."""
-        return spec_tokens
+        """All drafts, since the masks say what of a tree a grammar refuses; none of a tree without nodes,
+        which would only be rows. (Of requests without a grammar vLLM may not have been told the drafts: all
+        are kept.)
+        """
+        return [] if request.use_structured_output and spec_tokens[:1] == [-1] else spec_tokens
 
     def accept_tokens(self, request: Any, new_token_ids: list[int]) -> bool:
         """Advance the grammar by what a step committed; False where it refuses.
