@@ -22,10 +22,10 @@ from vllm_weaver.spec_decode.metrics import (
     TreeCounts,
     TreeLogging,
     count_verifies,
-    counting_scheduler,
     depths_of,
     reason_masks,
 )
+from vllm_weaver.spec_decode.scheduler import tree_scheduler
 
 TOKENS, BUDGET, DEPTH = 15, 8, models.BLOCK - 1
 OPTIONS = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 32, "max_num_seqs": 8}
@@ -45,7 +45,7 @@ def step(*accepted: int) -> SpecDecodingStats:
 def test_a_stop_cuts_what_was_accepted() -> None:
     """Whole; cut inside the accepted drafts, before and behind the branching; cut behind the bonus token."""
     stats = step(3, 4, 4, 0)
-    verifies = [(3, 4, 8, 2, 0), (4, 1, 7, 2, 0), (4, 2, 6, 2, 0), (0, 1, 5, 0, 0b10010)]
+    verifies = [(3, 4, 8, 2, 0), (4, 1, 7, 2, 0), (4, 2, 6, 2, 0), (0, 1, 5, 0, 0b1001)]
     counts = count_verifies(stats, verifies, DEPTH)
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (4, 26, 6)
     assert stats.num_accepted_tokens_per_pos == [3, 2, 1] + [0] * (BUDGET - 3)
@@ -74,16 +74,16 @@ def test_counts_survive_the_way_to_the_frontend() -> None:
 
 
 def test_reasons_are_bits() -> None:
-    masks = reason_masks({"grammar": np.array([True, False]), "bad_words": np.array([True, True])})
-    assert masks.dtype == np.uint8 and masks.tolist() == [0b101, 0b100]
+    masks = reason_masks({"penalty": np.array([True, False]), "bad_words": np.array([True, True])})
+    assert masks.dtype == np.uint8 and masks.tolist() == [0b11, 0b10]
 
 
 def test_a_scheduler_stays_what_it_is() -> None:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    counting = counting_scheduler(AsyncScheduler, 7)
+    counting = tree_scheduler(AsyncScheduler, 7)
     assert issubclass(counting, AsyncScheduler) and counting.__name__ == "AsyncScheduler"
-    assert counting_scheduler(AsyncScheduler, 7) is counting
+    assert tree_scheduler(AsyncScheduler, 7) is counting
 
 
 def test_the_log_says_what_trees_did_since_the_last_line() -> None:
@@ -104,7 +104,7 @@ def test_the_log_says_what_trees_did_since_the_last_line() -> None:
     depths = ", ".join(["0.333", "0.000", "0.667"] + ["0.000"] * (DEPTH - 2))
     assert lines[0] == (
         f"Tree metrics: Tokens a verify: 2.00, Nodes a verify: 7.3, Depths accepted (from 0): {depths}, "
-        "Branching share: 50.0%, Chains in place of trees: grammar 1"
+        "Branching share: 50.0%, Chains in place of trees: penalty 1"
     )
     rates = re.search(r"Per-position acceptance rate: ([\d., ]+),", lines[1])
     assert rates and len(rates[1].split(", ")) == DEPTH, "positions deeper than any path"
@@ -187,7 +187,7 @@ def test_metrics_are_what_the_run_must_give(llm: Any) -> None:
         "dflash_tfm_accepted_paths": len(committed) - 5,
         "dflash_tfm_branching_paths": len(committed) - 5,
         "dflash_tfm_chain_fallbacks penalty": 5,
-        "dflash_tfm_chain_fallbacks grammar": 0,
+        "dflash_tfm_chain_fallbacks bad_words": 0,
         "generation_tokens": sum(lengths),
     }
     assert {name: grown[name] - before[name] for name in wanted} == wanted

@@ -430,7 +430,7 @@ def test_metrics_count_drafts_and_tokens(servers: Pair, references: list[Referen
         for line in (servers.trees.get("/metrics") or "").splitlines()
         if "chain_fallbacks_total{" in line
     ]
-    assert {'reason="penalty"', 'reason="grammar"'} <= {
+    assert {'reason="penalty"', 'reason="bad_words"'} <= {
         part for line in chains for part in re.split("[{,}]", line)
     }
     until(

@@ -2,15 +2,16 @@
 """Structured output beside trees: valid every time, and what plain decoding says under the same grammar.
 
 The target is random and in float32. Drafts come from an oracle that knows plain decoding's answers, so that
-grammars advance over accepted drafts; the requests have chains. `--all` runs 500 requests over 20 schemas.
-Tool calls, which a server turns into grammars, are in test_server.py.
+grammars advance over accepted drafts, by turns as a chain and behind wrong first children. `--all` runs
+500 requests over 20 schemas, and other backends of grammars. Tool calls, which a server turns into grammars,
+are in test_server.py.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.e2e import fields, harness, models, oracle
+from tests.e2e import churn, fields, harness, models, oracle
 from tests.e2e.fields import Case
 
+BIAS = 3.0
 TOKENS = 80  # more than any answer needs that these grammars allow
 PHONE = r"\+[1-9][0-9]{1,2} [0-9]{3,7}"
 CHOICES = ["alpha", "alphabet", "beta", "a much longer answer than the others"]
@@ -70,6 +72,7 @@ class Kind:
     constraint: dict[str, Any]
     check: Callable[[str], None]
     params: dict[str, Any]
+    thinks: bool = False
 
 
 def fits(schema: dict[str, Any]) -> Callable[[str], None]:
@@ -103,8 +106,21 @@ KINDS = {
         {"json": schemas()[4]},
         lambda text: fits(schemas()[4])(text.partition(models.THINKING[1])[2]),
         {"thinking_token_budget": 6, "skip_special_tokens": False},
+        thinks=True,
+    ),
+    "after open thinking": Kind(
+        {"json": schemas()[4]},
+        lambda text: fits(schemas()[4])(text.partition(models.THINKING[1])[2]),
+        {"skip_special_tokens": False},
+        thinks=True,
+    ),
+    "beyond its end": Kind(
+        {"choice": CHOICES},
+        lambda text: CHOICES.index(re.split(r"<\|", text)[0]),
+        {"ignore_eos": True, "max_tokens": 30, "skip_special_tokens": False},
     ),
 }
+CHAINS = {"with a penalty", "after reasoning"}  # history beside the grammar
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "block_size": 32,
@@ -126,7 +142,9 @@ def case(kind: Kind, prompt: list[int], tokenizer: Any) -> Case:
     start, end = (tokenizer.convert_tokens_to_ids(text) for text in models.THINKING)
     given = {"temperature": 0, "max_tokens": TOKENS} | kind.params
     params = SamplingParams(**given, structured_outputs=StructuredOutputsParams(**kind.constraint))
-    return Case([*prompt, start if "thinking_token_budget" in kind.params else end], params)
+    if kind.thinks and "thinking_token_budget" not in kind.params:
+        params.logit_bias = {end: BIAS}  # else a random model thinks for ever
+    return Case([*prompt, start if kind.thinks else end], params)
 
 
 @dataclass(frozen=True)
@@ -157,19 +175,75 @@ def trees(plain: Plain) -> Iterator[Any]:
         yield llm
 
 
-def test_every_answer_is_valid_and_plain_decodings(plain: Plain, trees: Any) -> None:
-    known = fields.references(list(plain.cases.values()), list(plain.answers.values()))
-    oracle.install(harness.runner(trees), known, [oracle.chain, oracle.second_child])
-    stats = harness.runner(trees).model_state.step.stats
-    before = stats.read()
-    answers = fields.ask(trees, list(plain.cases.values()))
-    for (name, expected), answer in zip(plain.answers.items(), answers, strict=True):
-        assert expected.outputs[0].finish_reason == "stop", name
-        fields.assert_equal(name, answer, expected)
+def follow(llm: Any, plain: Plain, names: Sequence[str], shapes: Sequence[oracle.Shape]) -> dict[str, int]:
+    """Asks for what `plain` was asked for, with drafts of these shapes, and compares; what the walks counted.
+    Under Traversal Verification a sampled answer need only be valid."""
+    runner = harness.runner(llm)
+    cases, wanted = ([each[name] for name in names] for each in (plain.cases, plain.answers))
+    oracle.install(runner, fields.references(cases, wanted), shapes)
+    before = runner.model_state.step.stats.read()
+    traversal = runner.model_state.settings.tree_verify == "traversal"
+    for name, case, expected, answer in zip(names, cases, wanted, fields.ask(llm, cases), strict=True):
+        assert expected.outputs[0].finish_reason == ("length" if case.params.ignore_eos else "stop"), name
+        if not (traversal and case.params.temperature):
+            fields.assert_equal(name, answer, expected)
         KINDS[name].check(answer.outputs[0].text)
-    grown = {name: value - before[name] for name, value in stats.read().items()}
-    assert grown["accepted"] > 30, f"grammars saw hardly any accepted draft: {grown}"
-    assert grown["branching_paths"] == 0, grown
+    return {name: value - before[name] for name, value in runner.model_state.step.stats.read().items()}
+
+
+def test_every_answer_is_valid_and_plain_decodings(plain: Plain, trees: Any) -> None:
+    grown = follow(trees, plain, list(KINDS), [oracle.chain, oracle.second_child])
+    assert grown["accepted"] > 100, f"grammars saw hardly any accepted draft: {grown}"
+
+
+def test_accepted_paths_branch(plain: Plain, trees: Any) -> None:
+    """Every path runs through second children, the first of which are wrong, most of them to the grammar."""
+    grown = follow(trees, plain, sorted(KINDS.keys() - CHAINS), [oracle.second_child])
+    assert grown["branching_paths"] == grown["nonempty_paths"] > 20, grown
+    assert grown["accepted"] > 4 * grown["branching_paths"], grown
+    thoughts, _, answer = plain.answers["after open thinking"].outputs[0].text.partition(models.THINKING[1])
+    assert thoughts and answer, "masks began inside the drafts"
+
+
+def test_a_request_beside_grammars_that_needs_a_chain_gets_one(plain: Plain, trees: Any) -> None:
+    grown = follow(trees, plain, sorted(CHAINS), [oracle.chain, oracle.second_child])
+    assert grown["accepted"] > 10 and grown["branching_paths"] == 0, grown
+
+
+SIMPLE = {
+    "xgrammar": ("a value", "an array", "a regular expression", "a choice"),
+    "guidance": ("a value", "an array", "a regular expression", "a choice", "beyond its end"),
+    "outlines": ("a regular expression", "a choice", "beyond its end"),  # knows no limits of integers
+}
+
+
+@pytest.mark.parametrize(
+    "backend, ahead, more",
+    [
+        ("xgrammar", True, {}),
+        ("xgrammar", True, {"tree_verify": "traversal"}),
+        pytest.param("guidance", True, {}, marks=pytest.mark.full),
+        pytest.param("guidance", False, {}, marks=pytest.mark.full),
+        pytest.param("outlines", True, {}, marks=pytest.mark.full),
+        pytest.param("outlines", False, {}, marks=pytest.mark.full),
+    ],
+)
+def test_paths_branch_whatever_the_engine(
+    plain: Plain, backend: str, ahead: bool, more: dict[str, Any]
+) -> None:
+    """Other backends of grammars, and asynchronous scheduling, where masks are made while the target runs."""
+    of_outputs = OPTIONS["structured_outputs_config"] | {"backend": backend}
+    of_outputs["disable_any_whitespace"] = backend != "outlines"  # which has no such option
+    options = OPTIONS | {"structured_outputs_config": of_outputs}
+    if backend != "xgrammar":  # its white space may be another one
+        with harness.engine(plain.folder / "target", **options) as llm:
+            answers = fields.ask(llm, [plain.cases[name] for name in SIMPLE[backend]])
+        plain = Plain(plain.folder, plain.cases, dict(zip(SIMPLE[backend], answers, strict=True)))
+    options |= harness.trees(16, "ddtree", plain.folder / "draft", **more)
+    with churn.asynchronous(ahead), harness.engine(plain.folder / "target", **options) as llm:
+        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == ahead
+        grown = follow(llm, plain, SIMPLE[backend], [oracle.second_child])
+    assert grown["branching_paths"] == grown["nonempty_paths"] > 3, grown
 
 
 @pytest.mark.full

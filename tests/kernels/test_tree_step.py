@@ -11,7 +11,7 @@ import torch
 from tests.poison import poisoned_memory  # noqa: F401
 from tests.trees import KINDS, SIZES, ancestors, make_batch, make_tree
 from vllm_weaver.kernels.ancestors import unpack_mask
-from vllm_weaver.kernels.tree_step import StepArrays, fill_step, store_trees
+from vllm_weaver.kernels.tree_step import StepArrays, fill_step, store_trees, unpack_drafts
 from vllm_weaver.spec_decode.tree import Tree
 
 IMPLS = ("torch", "triton")
@@ -147,14 +147,17 @@ def store(
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_store(device: torch.device, impl: str) -> None:
-    """Strided state indices; rows out of range keep nothing, and nothing else is written."""
+    """Strided state indices; rows out of range keep nothing, nothing else is written; drafts are nodes."""
     tree = stored_trees(33)
     tree = Tree(*(a[:5] for a in tree.arrays()))
     found, drafts = store(tree, device, impl, [2, -1, STATES, 0, 2**40], [0] * 5)
     for new, source in zip(found.arrays(), tree.arrays(), strict=True):
         assert torch.equal(new[[2, 0]], source[[0, 3]])
         assert (new[[1, 3, 4, 5, 6]] == 3).all()
-    assert torch.equal(drafts, tree.tokens[:, 1:])
+    for row, tokens, parents, count in zip(drafts, tree.tokens, tree.parents, tree.num_nodes, strict=True):
+        nodes = slice(1, int(count))
+        assert unpack_drafts(row.tolist()) == (tokens[nodes].tolist(), parents[nodes].tolist())
+        assert torch.equal(row.to(torch.int32), tokens[1:].to(torch.int32)), "what vLLM's input ids get"
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -175,10 +178,12 @@ def test_a_request_that_needs_a_chain_keeps_the_first_children(
         count = len(path)
         assert found.num_nodes[state] == count
         assert found.tokens[state].tolist() == tree.tokens[r, path].tolist() + [-1] * (n - count)
-        assert found.parents[state].tolist() == list(range(-1, count - 1)) + [-1] * (n - count)
+        parents_of_chain = list(range(-1, count - 1))
+        assert found.parents[state].tolist() == parents_of_chain + [-1] * (n - count)
         assert found.depths[state].tolist() == list(range(count)) + [0] * (n - count)
         assert torch.equal(found.logprobs[state, :count], tree.logprobs[r, path])
-        assert drafts[r].tolist() == tree.tokens[r, path[1:]].tolist() + [0] * (n - max(1, count))
+        assert unpack_drafts(drafts[r].tolist()) == (tree.tokens[r, path[1:]].tolist(), parents_of_chain[1:])
+        assert (drafts[r, max(0, count - 1) :] == -1).all()
 
 
 def test_arguments_are_checked() -> None:

@@ -66,14 +66,16 @@ HOOKS: tuple[Hook, ...] = (
         fingerprint="04080009a2ca128b",
     ),
     Hook(
-        name="scheduler-counts",
+        name="scheduler",
         target="vllm.config.scheduler:SchedulerConfig.get_scheduler_cls",
         make="vllm_weaver.hooks.config_side:get_scheduler_cls",
         phase="config",
         kind="wrap",
-        reason="only the scheduler knows which verifies count and where a stop cut them; its option for a "
-        "class of one's own is the user's, and warns that the interface may change",
-        removal="vLLM lets a speculative method add to SpecDecodingStats",
+        reason="only the scheduler knows which verifies count and where a stop cut them, and it makes the "
+        "masks of grammars, here along paths of trees; its option for a class of one's own is the user's and "
+        "warns that the interface may change",
+        removal="vLLM lets a speculative method add to SpecDecodingStats, and fills masks along the parents "
+        "of drafts",
         fingerprint="1fe83ef223470c1d",
     ),
     Hook(

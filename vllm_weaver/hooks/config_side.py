@@ -53,16 +53,16 @@ _DEPTH = "dflash_tfm_depth"
 
 
 def get_scheduler_cls(original: Callable[..., type]) -> Callable[..., type]:
-    """The scheduler of a config with trees, counting what they proposed and committed."""
+    """The scheduler of a config with trees: it counts them, and lays a grammar's masks along their paths."""
 
     @functools.wraps(original)
     def wrapper(self: Any) -> type:
         scheduler, depth = original(self), getattr(self, _DEPTH, None)
         if depth is None:
             return scheduler
-        from vllm_weaver.spec_decode.metrics import counting_scheduler
+        from vllm_weaver.spec_decode.scheduler import tree_scheduler
 
-        return counting_scheduler(scheduler, depth)
+        return tree_scheduler(scheduler, depth)
 
     return wrapper
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Between the steps of an engine: drafted trees out to per-request storage, and back in as rows of a step.
 
-`store_trees` writes a batch's trees under their request state indices and their tokens where the scheduler
+`store_trees` writes a batch's trees under their request state indices and their nodes where the scheduler
 looks for drafts; of a request that needs a chain it keeps the first children from the root on. `fill_step`
 reads them back in the order of the next batch. For batch row r with state index s, b computed tokens and
 `limit` rows that may be nodes:
@@ -20,6 +20,7 @@ nothing else is materialised.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -261,6 +262,21 @@ def fill_step(
     )  # fmt: skip
 
 
+PARENT_SHIFT = 32
+
+
+def unpack_drafts(drafts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Tokens and parents of the nodes 1, 2, ... that vLLM's draft tokens stand for, up to the first -1.
+
+    vLLM takes a draft for a token and shows it to its scheduler, which has to know the tree for the masks of
+    a grammar: the parent's index stands above bit 32. Where vLLM's worker copies drafts into its int32 input
+    ids, the token alone is left, and `fill_step` writes the ids of a tree's rows anew.
+    """
+    end = next((index for index, draft in enumerate(drafts) if draft < 0), len(drafts))
+    mask = (1 << PARENT_SHIFT) - 1
+    return [draft & mask for draft in drafts[:end]], [draft >> PARENT_SHIFT for draft in drafts[:end]]
+
+
 @triton.jit
 def _store_trees_kernel(
     tokens_ptr,  # [R, N]
@@ -280,6 +296,7 @@ def _store_trees_kernel(
     drafts_stride,
     num_states,
     N,
+    PARENT_SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,  # a power of two >= N
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -290,8 +307,7 @@ def _store_trees_kernel(
     nodes = load_usable_count(parents_ptr, tl.load(num_nodes_ptr + request), N, BLOCK)
     parent = tl.load(parents_ptr + at, mask=inside, other=-1)
     node = tl.where(at < nodes, at, -1)
-    is_chain = tl.load(chain_only_ptr + request) != 0
-    if is_chain:
+    if tl.load(chain_only_ptr + request) != 0:
         node = tl.where(at == 0, tl.minimum(nodes, 1) - 1, -1)
         current = tl.minimum(nodes, 1) - 1
         length = tl.minimum(nodes, 1)
@@ -305,8 +321,7 @@ def _store_trees_kernel(
     source = request * N + tl.maximum(node, 0)
     valid = inside & (node >= 0)
     token = tl.load(tokens_ptr + source, mask=valid, other=-1)
-    # A grammar, for which chains are, warns of every draft that is no token: 0 stands past a chain's end.
-    draft = tl.where(valid, token, tl.where(is_chain, 0, -1))
+    draft = tl.where(valid, (parent.to(tl.int64) << PARENT_SHIFT) | token, -1)
     tl.store(drafts_ptr + request * drafts_stride + at - 1, draft, mask=inside & (at > 0))
     if (state >= 0) & (state < num_states):
         target = state * N + at
@@ -338,7 +353,8 @@ def store_trees_reference(
     beyond = torch.arange(tokens.shape[1], device=tokens.device) >= num_nodes[:, None]
     empty = zip((tokens, parents, depths, logprobs), (-1, -1, 0, float("-inf")), strict=True)
     arrays = [array.masked_fill(beyond, value) for array, value in empty]
-    drafts.copy_(torch.where(beyond & (chain_only != 0)[:, None], 0, arrays[0])[:, 1:])
+    packed = arrays[0] | arrays[1].long() << PARENT_SHIFT
+    drafts.copy_(packed.masked_fill(beyond, -1)[:, 1:])
     known = (rows >= 0) & (rows < len(stored[-1]))
     for source, target in zip((*arrays, num_nodes), stored, strict=True):
         target[rows[known].long()] = source[known]
@@ -353,13 +369,13 @@ def store_trees(
     *,
     impl: Impl = "auto",
 ) -> None:
-    """Stores a batch's trees under the state indices `rows`, and their tokens as `drafts`.
+    """Stores a batch's trees under the state indices `rows`, and their nodes as `drafts` (`unpack_drafts`).
 
     tree: tokens int64, parents int32, depths int32, logprobs fp32 [R, N] and num_nodes int32 [R]; stored: the
     same of S states; rows int64 [R], any stride, distinct where they lie in [0, S): trees of other rows are
     kept nowhere; drafts int64 [R, N - 1], -1 past the last node; chain_only int32 [R]: where it is not 0,
-    only the chain of first children from the root is left of the tree, and drafts past its end are 0.
-    `ValueError` for shapes, dtypes or devices that do not fit.
+    only the chain of first children from the root is left of the tree. `ValueError` for shapes, dtypes or
+    devices that do not fit.
     """
     requests, slots = tree[0].shape
     device = tree[0].device
@@ -378,6 +394,7 @@ def store_trees(
         return
     _store_trees_kernel[(requests,)](
         *tree, rows, chain_only, *stored, drafts, rows.stride(0), drafts.stride(0), len(stored[4]), slots,
+        PARENT_SHIFT=PARENT_SHIFT,
         BLOCK=triton.next_power_of_2(slots),
         num_warps=1,
     )  # fmt: skip

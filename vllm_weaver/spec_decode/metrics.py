@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +25,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, S
 
 logger = init_logger(__name__)
 
-CHAIN_REASONS = ("grammar", "penalty", "bad_words", "thinking_budget", "custom_processor")
+CHAIN_REASONS = ("penalty", "bad_words", "thinking_budget", "custom_processor")
 """Why the trees of a request are chains; labels of a metric, and bit numbers of a mask."""
 
 
@@ -143,13 +142,6 @@ def count_verifies(
             counts.chains[reason] += reasons >> bit & 1
     stats.num_draft_tokens = counts.nodes
     return counts
-
-
-@functools.cache
-def counting_scheduler(scheduler: type, depth: int) -> type:
-    """The class `scheduler`, counting; a path through a tree has at most `depth` drafts."""
-    body = {"depth": depth, "__doc__": scheduler.__doc__, "__module__": scheduler.__module__}
-    return type(scheduler.__name__, (CountingScheduler, scheduler), body)
 
 
 # --- frontend --------------------------------------------------------------------------------------------

@@ -59,7 +59,6 @@ class TreeStateMixin:
         max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.trees = TreeBuffers(max_num_reqs, settings.budget + 1, device)
         self.step = TreeStep(max_num_reqs, max_num_tokens, settings.budget, device)
-        self._structured = np.zeros(max_num_reqs, dtype=bool)
         self._verifier: TreeVerifier | None = None
         self._req_states: RequestState | None = None
         self._step_batch: InputBatch | None = None
@@ -96,8 +95,6 @@ class TreeStateMixin:
         """A state index gets a new owner: its last owner's tree is forgotten."""
         super().add_request(req_index, new_req_data)  # type: ignore[misc]
         self.trees.clear(req_index)
-        params = new_req_data.sampling_params
-        self._structured[req_index] = params is not None and params.structured_outputs is not None
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """vLLM's own sampler for steps without drafts, the tree verifier for the others."""
@@ -111,12 +108,13 @@ class TreeStateMixin:
     def _chain_reasons(self, input_batch: InputBatch) -> np.ndarray:
         """uint8 [num_reqs]: why a request's trees are chains, as a mask of `CHAIN_REASONS`; 0 for real trees.
 
-        vLLM processes logits with the tokens before a row, and masks them by a grammar, taking the row above
-        for the token before. That is right for chains.
+        vLLM processes logits with the tokens before a row, taking the row above for the token before. That is
+        right for chains. (The masks of a grammar know the tree: `grammar.TreeGrammars`.)
         """
         index = input_batch.idx_mapping_np[: input_batch.num_reqs]
-        reasons = {} if self._verifier is None else self._verifier.history_dependent(index)
-        return reason_masks({"grammar": self._structured[index], **reasons})
+        if self._verifier is None:
+            return np.zeros(len(index), dtype=np.uint8)
+        return reason_masks(self._verifier.history_dependent(index))
 
     # --- a step -----------------------------------------------------------------------------------------
 

@@ -143,7 +143,8 @@ class TreeVerifier(RejectionSampler):
         """logits [num_logits, V], one row a node (and one a prefill that ends in this step), in batch order.
 
         `draft_logits` plays no part: acceptance compares tokens. `invalid_drafts` bool [num_logits] marks the
-        rows of drafts that a grammar refuses: they are no nodes. (A request with a grammar has a chain.)
+        rows of drafts that the scheduler did not know when it made a grammar's masks: they are no nodes. A
+        node that the grammar refuses is one, but cannot be reached: its token is masked in its parent's row.
         """
         del draft_logits
         step, sampler = self.step, self.sampler

@@ -3,7 +3,7 @@
 
 The draft still predicts one block of D = block size - 1 positions for each request; its marginals (and the
 Weaver head) become a tree of at most `num_speculative_tokens` nodes. The tree goes to the model state's
-buffers, its tokens to vLLM as draft tokens, in node order.
+buffers, its nodes to vLLM as draft tokens, in node order.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class DFlashTfmSpeculator(DFlashSpeculator):
         dummy_run: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """Draft tokens int64 [num_reqs, budget] in node order, -1 where a tree has fewer nodes.
+        """Drafts int64 [num_reqs, budget] in node order, -1 where a tree has fewer nodes; each is a token and
+        its parent, see `kernels.tree_step.unpack_drafts`.
 
         Hidden states come in node order. They are moved along the accepted path first, so that the draft's
         context is the chain of accepted tokens that vLLM's own code expects.

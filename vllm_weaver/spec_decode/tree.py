@@ -167,10 +167,11 @@ class TreeBuffers:
         self.trees = Tree.empty(max_num_reqs, num_slots, device)
 
     def store(self, tree: Tree, rows: Tensor, drafts: Tensor, chain_only: Tensor) -> None:
-        """Keeps the batch's trees under their request state indices `rows` int64 [R] and writes their tokens,
-        root left out, to `drafts` int64 [R, N - 1]. Where `chain_only` int32 [R] is not 0, the tree is cut to
-        the chain of first children. Rows outside [0, max_num_reqs) are padding, of which nothing is kept; the
-        others must be distinct. `ValueError` for trees of another number of slots."""
+        """Keeps the batch's trees under their request state indices `rows` int64 [R] and writes their nodes,
+        root left out, to `drafts` int64 [R, N - 1], see `kernels.tree_step.unpack_drafts`. Where `chain_only`
+        int32 [R] is not 0, the tree is cut to the chain of first children. Rows outside [0, max_num_reqs) are
+        padding, of which nothing is kept; the others must be distinct. `ValueError` for trees of another
+        number of slots."""
         if tree.num_slots != self.trees.num_slots:
             raise ValueError(
                 f"TreeBuffers hold {self.trees.num_slots} slots a request, but the tree has {tree.num_slots}."
