@@ -19,7 +19,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.e2e import churn, fields, harness, models, oracle
+from tests.e2e import churn_engines, fields, harness, models, oracle
 from tests.e2e.fields import Case
 
 BIAS = 3.0
@@ -240,7 +240,7 @@ def test_paths_branch_whatever_the_engine(
             answers = fields.ask(llm, [plain.cases[name] for name in SIMPLE[backend]])
         plain = Plain(plain.folder, plain.cases, dict(zip(SIMPLE[backend], answers, strict=True)))
     options |= harness.trees(16, "ddtree", plain.folder / "draft", **more)
-    with churn.asynchronous(ahead), harness.engine(plain.folder / "target", **options) as llm:
+    with churn_engines.asynchronous(ahead), harness.engine(plain.folder / "target", **options) as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == ahead
         grown = follow(llm, plain, SIMPLE[backend], [oracle.second_child])
     assert grown["branching_paths"] == grown["nonempty_paths"] > 3, grown
