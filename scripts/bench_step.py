@@ -42,7 +42,7 @@ SAME = ("gpu", "multiprocessors", "cuda", "versions", "commit", "shape", "mode",
 """What runs whose arms stand in one table must agree in."""
 
 
-def engine_options(mode: str, contexts: list[int], extra: dict[str, Any]) -> dict[str, Any]:
+def engine_options(mode: str, contexts: list[int]) -> dict[str, Any]:
     """Options of all arms. Mode `default` is vLLM's own; `0` compiles nothing and captures decode steps."""
     options: dict[str, Any] = {
         "load_format": "dummy",
@@ -60,7 +60,7 @@ def engine_options(mode: str, contexts: list[int], extra: dict[str, Any]) -> dic
     }
     if mode == "0":
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    return options | extra
+    return options
 
 
 def check_losslessness(mode: str) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def measure(
     from bench_lib.shapes import BLOCK, SHAPES, write_models
 
     models = write_models(folder, SHAPES[arguments.shape])
-    options = engine_options(arguments.mode, arguments.contexts, {})
+    options = engine_options(arguments.mode, arguments.contexts)
     arms = [Arm("dflash", "dflash", BLOCK - 1), Arm("tfm chain", "dflash_tfm", BLOCK - 1, "chain")]
     arms += [Arm(f"tfm {budget}", "dflash_tfm", budget) for budget in arguments.budgets]
     # The same for all arms, and for those of a later --add: so that they share what is compiled.

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.test_engine import engine  # prepares the environment, so it comes first
+from tests.gpu.test_engine import engine, use_oracle  # prepares the environment, so it comes first
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +26,7 @@ pytestmark = [
 from bench_lib.shapes import SHAPES, Shape, draft_config, target_config, write_models  # noqa: E402
 
 from tests import checkpoints, quantized, tiny  # noqa: E402
-from tests.e2e import following, harness, models, oracle  # noqa: E402
+from tests.e2e import following, harness, models  # noqa: E402
 
 DEVICE = torch.device("cuda")
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,8 +72,7 @@ def test_quantized_head(pair: dict[str, Path], tmp_path: Path, algo: str) -> Non
         ties = {"weaver": following.follow(llm, plain)}
         steps = runner.model_state.step.stats.read()["verifies"] / len(plain)
         assert min(runner.replays.values()) > 0.2 * steps, "decode steps did not replay their graphs"
-        runner.speculator.query_cudagraph_manager._graphs_captured = False  # the oracle works on the host
-        oracle.install(runner, plain, [oracle.second_child, oracle.late, oracle.wrong])
+        use_oracle(runner, plain, "graphs")
         ties["oracle"] = following.follow(llm, plain)
         stats = runner.model_state.step.stats.read()
     for proposer, found in ties.items():

@@ -61,9 +61,7 @@ def references(cache_dtype: str, count: int, tokens: int) -> list[harness.Refere
         return harness.references(llm, harness.demo_prompts(llm.get_tokenizer(), count), tokens)
 
 
-def compare(
-    mode: str, plain: list[harness.Reference], batch: int, tokens: int, max_ties: int = 1, **options: Any
-) -> None:
+def compare(mode: str, plain: list[harness.Reference], batch: int, tokens: int, **options: Any) -> None:
     """Decodes the prompts with trees, `batch` at a time: plain decoding's tokens, and graphs where wanted."""
     with engine(mode, max_model_len=2048, **options) as llm:
         outputs = []
@@ -78,7 +76,7 @@ def compare(
         else:
             assert not any(runner.replays.values())
     assert stats["accepted"] > 0
-    harness.assert_identical(plain, outputs, max_ties)
+    harness.assert_identical(plain, outputs)
 
 
 @pytest.mark.parametrize("mode", MODES)
