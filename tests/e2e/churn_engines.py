@@ -54,6 +54,11 @@ class Setting:
     longest: int
 
     @property
+    def crowd(self) -> dict[str, Any]:
+        """Options of the engine under test, without speculation."""
+        return {name: value for name, value in self.tested.items() if name != "speculative_config"}
+
+    @property
     def trees(self) -> bool:
         """Whether the engine under test speculates."""
         return "speculative_config" in self.tested
@@ -168,28 +173,44 @@ def ask(llm: Any, request: Request, **more: Any) -> Any:
 
 
 def _answer_alone(where: Setting, requests: Sequence[Request], answers: Connection) -> None:
-    """Send vLLM's own noise (see `Answers`), then its answer without speculation to each request, one at a
-    time; a process runs this."""
+    """Send the answer of vLLM without speculation to each request, one at a time, then its own noise (see
+    `Answers`); a process runs this."""
     prepare()
+    # Near-ties are judged by log-probabilities; noise can choose any token.
+    if not where.exact:
+        requests = [
+            replace(request, params=request.params | {"logprobs": -1 if request.sampled else harness.TOP})
+            for request in requests
+        ]
+    alone = []
     with harness.engine(where.target, **where.plain) as llm:
-        noise = 0.0
-        if not where.exact:
-            from tests.e2e import following
-
-            texts = harness.demo_prompts(llm.get_tokenizer(), 4)
-            noise = following.SLACK * following.own_noise(llm, harness.references(llm, texts, 48))[0]
-        answers.send(noise)
         for request in requests:
-            # Near-ties are judged by log-probabilities; noise can choose any token.
-            more = {} if where.exact else {"logprobs": -1 if request.sampled else harness.TOP}
-            answers.send(Answer.of(ask(llm, request, **more)))
+            alone.append(Answer.of(ask(llm, request)))
+            answers.send(alone[-1])
+    answers.send(0.0 if where.exact else _noise(where, requests, alone))
+
+
+def _noise(where: Setting, requests: Sequence[Request], alone: Sequence[Answer], rounds: int = 4) -> float:
+    """How far vLLM without speculation is from its answers alone (see `Request.apart`) in the setting under
+    test: all requests at once, in random orders, with caching and chunks."""
+    rng, noise = random.Random(0), 0.0
+    with asynchronous(where.asynchronous), harness.engine(where.target, **where.crowd) as llm:
+        for _ in range(rounds):
+            order = rng.sample(range(len(requests)), len(requests))
+            prompts = [{"prompt_token_ids": list(requests[which].prompt)} for which in order]
+            params = [requests[which].sampling() for which in order]
+            found = llm.generate(prompts, params, use_tqdm=False)
+            for which, output in zip(order, found, strict=True):
+                answer = Answer.of(output.outputs[0])
+                noise = max(noise, requests[which].apart(alone[which], answer))
+    return noise
 
 
 class Answers:
     """The answers alone, in the order of the catalogue, as they come from their process.
 
-    noise: how far log-probability gaps may be off by rounding alone, in bf16: a little more than plain
-    decoding is from itself; known before any answer."""
+    noise: how far log-probability gaps of vLLM without speculation are off in a crowd, by rounding alone, at
+    temperature 1; None until `all` has returned."""
 
     def __init__(self, count: int, process: Any, connection: Connection) -> None:
         self._count, self._process, self._connection = count, process, connection
@@ -203,17 +224,18 @@ class Answers:
         return self._known[which] if which < len(self._known) else None
 
     def all(self) -> list[Answer]:
-        """All answers; waits for them."""
-        while len(self._known) < self._count:
+        """All answers; waits for them and for `noise`."""
+        while self.noise is None:
             self._receive()
         return self._known
 
     def _receive(self) -> None:
         try:
-            if self.noise is None:
-                self.noise = self._connection.recv()
+            received = self._connection.recv()
+            if isinstance(received, Answer):
+                self._known.append(received)
             else:
-                self._known.append(self._connection.recv())
+                self.noise = received
         except EOFError:
             self._process.join()
             raise RuntimeError(

@@ -52,6 +52,21 @@ class Request:
             gap += for_chosen - for_token
         return gap
 
+    def apart(self, one: Answer, other: Answer, near: float = 1.0) -> float:
+        """The largest change of a log-probability gap from one answer to another, at temperature 1, for as
+        long as they say the same: between the chosen token and others at most `near` less likely."""
+        found = 0.0
+        for chosen, again, a, b in zip(
+            one.tokens, other.tokens, one.logprobs or (), other.logprobs or (), strict=False
+        ):
+            for token in a.keys() & b.keys():
+                gap, then = a[chosen] - a[token], b.get(chosen, float("-inf")) - b[token]
+                if gap <= near * self.scale and abs(then) < float("inf"):
+                    found = max(found, abs(gap - then) / self.scale)
+            if again != chosen:
+                break
+        return found
+
     @property
     def filtered(self) -> bool:
         """Whether tokens are left out of a sampled distribution by a limit, which rounding can cross."""

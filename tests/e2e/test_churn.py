@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,7 @@ def judge(
     made = churn.Churn.__new__(churn.Churn)
     tested = {"async_scheduling": False, "enforce_eager": True} | options
     made.where = Setting(Path(), {}, tested, exact, longest=1)
-    made.report, made.waiting = churn.Report(), defaultdict(list)
+    made.report, made.waiting, made.apart = churn.Report(), defaultdict(list), Counter()
     made.requests, made.answers = [request], Given({} if expected is None else {0: expected})  # type: ignore[assignment]
     return made
 
@@ -70,11 +70,16 @@ def test_answers_come_in_order_and_a_dead_process_is_named() -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = SimpleNamespace(join=lambda: None, exitcode=3)
     answers = Answers(2, process, receiver)
-    assert answers.get(0) is None and answers.noise is None
-    sender.send(0.25)
+    assert answers.get(0) is None
     sender.send(answer(1))
     assert answers.get(1) is None and answers.get(0) == answer(1)
-    assert answers.noise == 0.25
+    sender.send(answer(2))
+    assert answers.get(1) == answer(2) and answers.noise is None
+    sender.send(0.25)
+    assert answers.all() == [answer(1), answer(2)] and answers.noise == 0.25
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    answers = Answers(2, process, receiver)
+    sender.send(answer(1))
     sender.close()
     with pytest.raises(RuntimeError, match="status 3 after 1 of 2"):
         answers.all()
@@ -83,8 +88,8 @@ def test_answers_come_in_order_and_a_dead_process_is_named() -> None:
 @pytest.mark.parametrize(
     ("exact", "noise", "gap", "excused"),
     [
-        (False, 0.0, 0.1, True), (False, 0.0, 0.2, False), (False, 0.25, 0.2, True),
-        (False, 0.25, 0.3, False), (True, 0.0, 0.1, False),
+        (False, 0.0, 0.1, True), (False, 0.0, 0.2, False), (False, 0.2, 0.28, True),
+        (False, 0.2, 0.32, False), (True, 0.0, 0.1, False),
     ],
 )  # fmt: skip
 def test_a_greedy_answer_parts_at_a_near_tie_in_bf16_only(
@@ -93,7 +98,20 @@ def test_a_greedy_answer_parts_at_a_near_tie_in_bf16_only(
     watched = judge(answer(1, logprobs=({1: -0.5, 2: -0.5 - gap},)), exact)
     watched.answers.noise = noise
     watched._compare(0, answer(2), finished=True)
+    watched.judge()
     assert (len(watched.report.ties), len(watched.report.wrong)) == ((1, 0) if excused else (0, 1))
+
+
+def test_how_far_an_engine_is_from_itself() -> None:
+    """Changes of gaps to likely tokens, as far as the context is the same, at temperature 1."""
+    first = ({1: -0.5, 2: -0.75, 3: -9.0}, {1: -0.5, 2: -0.5}, {1: -0.5, 2: -0.5})
+    again = ({1: -0.5, 2: -0.875, 3: -7.0}, {1: -0.625, 2: -0.5}, {1: -0.9, 2: -0.4})
+    one, other = answer(1, 1, 1, logprobs=first), answer(1, 2, 1, logprobs=again)
+    assert GREEDY.apart(one, other) == 0.125
+    assert SAMPLED.apart(one, other) == 0.0625
+    assert GREEDY.apart(one, one) == 0
+    cut = ({1: -0.25, 2: float("-inf")},)
+    assert GREEDY.apart(one, answer(1, logprobs=cut)) == 0, "a limit crossed is no change of a gap"
 
 
 def test_log_probabilities() -> None:
@@ -117,6 +135,7 @@ def test_a_limit_that_rounding_crosses_is_a_near_tie_in_bf16_only() -> None:
     for exact in (False, True):
         watched = judge(expected, exact, FILTERED)
         watched._compare(0, answer(5, logprobs=({5: -0.1},)), finished=True)
+        watched.judge()
         assert (len(watched.report.limits), len(watched.report.wrong)) == ((0, 1) if exact else (1, 0))
         watched = judge(expected, exact, FILTERED)
         watched._compare(0, answer(7, logprobs=({7: -0.1, 5: -3.0, 6: -4.0},)), finished=True)
@@ -133,6 +152,7 @@ def test_noise_takes_part_in_a_sampled_near_tie(excess: float, excused: bool) ->
     scores = {0: -1.0, 1: -1.0 + noise[0] - noise[1] - excess}
     watched = judge(answer(0, logprobs=(scores,)), False, SAMPLED)
     watched._compare(0, answer(1), finished=True)
+    watched.judge()
     assert (len(watched.report.ties), len(watched.report.wrong)) == ((1, 0) if excused else (0, 1))
 
 

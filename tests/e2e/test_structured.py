@@ -210,6 +210,33 @@ def test_a_request_beside_grammars_that_needs_a_chain_gets_one(plain: Plain, tre
     assert grown["accepted"] > 10 and grown["branching_paths"] == 0, grown
 
 
+@pytest.mark.full
+def test_five_hundred_answers_are_valid(plain: Plain, trees: Any) -> None:
+    """Twenty schemas, 25 draws each; drafts follow the answers of the round before as long as a draw does."""
+    tokenizer = trees.get_tokenizer()
+    (text, *_) = harness.demo_prompts(tokenizer, 1)
+    prompts = [text[i : i + 12] for i in range(len(schemas()))]
+    known: list[harness.Reference] = []
+    oracle.install(harness.runner(trees), known, [oracle.chain, oracle.second_child])
+    stats = harness.runner(trees).model_state.step.stats
+    before, invalid = stats.read(), []
+    for draw in range(25):
+        kinds = [json_kind(i, temperature=0.4, seed=draw) for i in range(len(prompts))]
+        cases = [case(kind, prompt, tokenizer) for kind, prompt in zip(kinds, prompts, strict=True)]
+        answers = fields.ask(trees, cases)
+        for kind, answer in zip(kinds, answers, strict=True):
+            text = answer.outputs[0].text
+            try:
+                kind.check(text)
+            except (ValueError, jsonschema.ValidationError) as error:
+                invalid.append((kind.constraint, text, str(error)))
+        known[:0] = fields.references(cases, answers)
+    grown = {name: value - before[name] for name, value in stats.read().items()}
+    print(f"500 requests, {len(invalid)} invalid, {grown}")
+    assert not invalid, invalid[:3]
+    assert grown["accepted"] > 500, grown
+
+
 SIMPLE = {
     "xgrammar": ("a value", "an array", "a regular expression", "a choice"),
     "guidance": ("a value", "an array", "a regular expression", "a choice", "beyond its end"),
@@ -217,6 +244,7 @@ SIMPLE = {
 }
 
 
+# An engine of its own ends the one of `trees`, so this comes last.
 @pytest.mark.parametrize(
     "backend, ahead, more",
     [
@@ -244,30 +272,3 @@ def test_paths_branch_whatever_the_engine(
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == ahead
         grown = follow(llm, plain, SIMPLE[backend], [oracle.second_child])
     assert grown["branching_paths"] == grown["nonempty_paths"] > 3, grown
-
-
-@pytest.mark.full
-def test_five_hundred_answers_are_valid(plain: Plain, trees: Any) -> None:
-    """Twenty schemas, 25 draws each; drafts follow the answers of the round before as long as a draw does."""
-    tokenizer = trees.get_tokenizer()
-    (text, *_) = harness.demo_prompts(tokenizer, 1)
-    prompts = [text[i : i + 12] for i in range(len(schemas()))]
-    known: list[harness.Reference] = []
-    oracle.install(harness.runner(trees), known, [oracle.chain, oracle.second_child])
-    stats = harness.runner(trees).model_state.step.stats
-    before, invalid = stats.read(), []
-    for draw in range(25):
-        kinds = [json_kind(i, temperature=0.4, seed=draw) for i in range(len(prompts))]
-        cases = [case(kind, prompt, tokenizer) for kind, prompt in zip(kinds, prompts, strict=True)]
-        answers = fields.ask(trees, cases)
-        for kind, answer in zip(kinds, answers, strict=True):
-            text = answer.outputs[0].text
-            try:
-                kind.check(text)
-            except (ValueError, jsonschema.ValidationError) as error:
-                invalid.append((kind.constraint, text, str(error)))
-        known[:0] = fields.references(cases, answers)
-    grown = {name: value - before[name] for name, value in stats.read().items()}
-    print(f"500 requests, {len(invalid)} invalid, {grown}")
-    assert not invalid, invalid[:3]
-    assert grown["accepted"] > 500, grown
