@@ -5,6 +5,7 @@ import pytest
 import torch
 import triton
 
+from tests.kernels import settle
 from tests.poison import poisoned_memory  # noqa: F401
 from tests.trees import ancestors, mixed_batch
 from vllm_weaver.kernels.ancestors import unpack_mask
@@ -58,7 +59,10 @@ def paths_of(tree: Tree, offset: int, length: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("heads, dim", [(1, 32), (3, 20)])
 @pytest.mark.parametrize("n, prefix", [(1, 2), (7, 8), (33, 16), (65, 5)])
-def test_rows_of_a_round(device: torch.device, n: int, prefix: int, heads: int, dim: int) -> None:
+@pytest.mark.parametrize("early", [False, True], ids=["", "early"])
+def test_rows_of_a_round(
+    device: torch.device, n: int, prefix: int, heads: int, dim: int, early: bool
+) -> None:
     """Every cache row that no node sees holds NaN, slots past the tree included; one row has no node."""
     tree = mixed_batch(n, 4, 300, seed=n)
     length = triton.next_power_of_2(int(tree.depths.max()) + 1)
@@ -76,9 +80,9 @@ def test_rows_of_a_round(device: torch.device, n: int, prefix: int, heads: int, 
             node[r, [j for j in range(n) if j not in seen]] = float("nan")
     cache = torch.stack((torch.cat((args[1], args[3]), 1), torch.cat((args[2], args[4]), 1)))
     places = torch.where(slots >= 0, slots + prefix, -1).int().flatten()
-    out = path_attention(
-        args[0].flatten(0, 1).to(device), cache.to(device), prefix, places.to(device), paths.to(device)
-    )
+    given = [x.to(device) for x in (args[0].flatten(0, 1), cache, places, paths)]
+    settle(device)
+    out = path_attention(given[0], given[1], prefix, *given[2:], early=early)
     torch.testing.assert_close(out.view(expected.shape).double().cpu(), expected, rtol=2e-5, atol=2e-5)
 
 

@@ -9,8 +9,8 @@ from tests.poison import poisoned_memory  # noqa: F401
 from vllm_weaver.kernels.weaver_linear import gate_up, project, qkv
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
-SIZES = [(1, 16), (5, 24), (33, 272)]
-"""Rows and K: less than one step of the loop, and more."""
+SIZES = [(1, 16), (3, 272), (5, 24), (33, 272)]
+"""Rows and K: weights held and streamed, in less than one step of the loop and in more."""
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
@@ -77,8 +77,10 @@ def test_gate_up(
 @pytest.mark.parametrize("dtype, tolerance", DTYPES, ids=str)
 @pytest.mark.parametrize("gathered, queries", [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("heads, dim", [(2, 8), (3, 36)])
+@pytest.mark.parametrize("n", [2, 3])
 def test_qkv(
     device: torch.device,
+    n: int,
     heads: int,
     dim: int,
     gathered: bool,
@@ -86,17 +88,18 @@ def test_qkv(
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
-    """Two requests of three rows; rows with a place outside the cache write nothing."""
+    """Two requests of n rows; rows with a place outside the cache write nothing."""
     k, width, length = 24, heads * dim, 7
-    x = randn(20 if gathered else 6, k, seed=1, dtype=dtype)
+    x = randn(20 if gathered else 2 * n, k, seed=1, dtype=dtype)
     weight, norm_weight = randn(3 * width, k, seed=2, dtype=dtype) / 4, randn(k, seed=3, dtype=dtype)
     bias = randn(3 * width, seed=4, dtype=torch.float32)
     angles = randn(5, dim // 2, seed=5, dtype=torch.float32)
     index, positions = torch.tensor([3, 19, 0, 3, 7, 7]).int(), torch.tensor([0, 4, 1, 1, 2, 3]).int()
-    places = torch.tensor([2, -1, 6, 0, length, 1]).int()
+    index, positions = index[: 2 * n], positions[: 2 * n]
+    places = torch.tensor([2, -1, 6, 0, length, 1]).int()[: 2 * n]
     cache = torch.full((2, 2, length, heads, dim), float("nan"), dtype=dtype)
     expected = norm(x[index] if gathered else x, norm_weight) @ weight.double().T + bias.double()
-    expected = expected.view(6, 3, heads, dim)
+    expected = expected.view(2 * n, 3, heads, dim)
     cos, sin = (f(angles)[positions][:, None, None].double() for f in (torch.cos, torch.sin))
     first, second = expected[:, :2].chunk(2, -1)
     expected[:, :2] = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
@@ -119,8 +122,8 @@ def test_qkv(
     written = torch.zeros(2, length, dtype=torch.bool)
     for row, place in enumerate(places.tolist()):
         if 0 <= place < length:
-            written[row // 3, place] = True
-            check(cached[:, row // 3, place], expected[row, 1:], tolerance)
+            written[row // n, place] = True
+            check(cached[:, row // n, place], expected[row, 1:], tolerance)
     assert torch.equal(cached.isnan().all(-1).all(-1).cpu(), ~written.expand(2, -1, -1))
 
 

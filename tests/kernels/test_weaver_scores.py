@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from tests.kernels import settle
 from tests.poison import poisoned_memory  # noqa: F401
 from vllm_weaver.kernels.frontier import Rows
 from vllm_weaver.kernels.weaver_scores import candidate_scores
@@ -15,7 +16,8 @@ VOCAB, DEPTH = 50, 3
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pool, width", [(1, 16), (13, 24), (40, 2100)])
-def test_scores(device: torch.device, pool: int, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("early", [False, True], ids=["", "early"])
+def test_scores(device: torch.device, pool: int, width: int, dtype: torch.dtype, early: bool) -> None:
     generator = torch.Generator().manual_seed(pool)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -32,7 +34,8 @@ def test_scores(device: torch.device, pool: int, width: int, dtype: torch.dtype)
     places = torch.tensor([[4, 5], [6, 9]], dtype=torch.int32)
     rows = Rows(torch.zeros_like(places).to(device), positions.to(device), places.to(device))
     call = [t.to(device) for t in (x, weight, bias, table, values, ids)]
-    scores = candidate_scores(*call, rows).cpu()
+    settle(device)
+    scores = candidate_scores(*call, rows, early=early).cpu()
     wide = x.double()
     query = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double() + bias.double()
     for m in range(4):
@@ -43,7 +46,8 @@ def test_scores(device: torch.device, pool: int, width: int, dtype: torch.dtype)
         torch.testing.assert_close(scores[r, m % 2].double(), expected, rtol=1e-4, atol=1e-4)
     assert scores[1, 1].eq(-math.inf).all()
     rows.places[0, 1] = -1
-    again = candidate_scores(*call, rows).cpu()
+    settle(device)
+    again = candidate_scores(*call, rows, early=early).cpu()
     assert again[0, 1].isnan().all() and torch.equal(again[1], scores[1])  # the poison is still there
 
 

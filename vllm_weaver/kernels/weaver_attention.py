@@ -63,47 +63,68 @@ def _path_attention_kernel(
     A: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,  # a power of two >= T, or T + A for nodes
     BLOCK_H: tl.constexpr,  # a power of two >= h
+    EARLY: tl.constexpr,  # everything but q and a node's own cache row may be read before the turn
     PDL: tl.constexpr,
 ):
-    take_turn(PDL)
+    if not EARLY:
+        take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     request = row // n
     key = tl.arange(0, BLOCK_KEYS)
     line = key
+    own_line = -1
     if CAUSAL:
         seen = key <= row % n
     else:
-        slot = tl.load(places_ptr + row) - T
-        known = (slot >= 0) & (slot < N)
-        path = paths_ptr + (request * N + tl.where(known, slot, 0)) * A
+        own_line = tl.load(places_ptr + row)
+        known = (own_line >= T) & (own_line < T + N)
+        path = paths_ptr + (request * N + tl.where(known, own_line - T, 0)) * A
         end = T + tl.where(known, A, 0)
         step = tl.load(path + key - T, mask=(key >= T) & (key < end), other=-1)
         line = tl.where(key < T, key, step)
         seen = (key < T) | ((step >= 0) & (step < S))
     column = tl.arange(0, BLOCK_H)
     here = column < h
-    at = ((request * S + line)[:, None] * H + head) * h + column[None, :]
-    mask = seen[:, None] & here[None, :]
-    keys = tl.load(cache_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    at = (((R + request) * S + line)[:, None] * H + head) * h + column[None, :]
-    values = tl.load(cache_ptr + at, mask=mask, other=0.0).to(tl.float32)
     own = (row * H + head) * h + column
+    keys_of = cache_ptr + (request * S * H + head) * h + column
+    values_of = cache_ptr + ((R + request) * S * H + head) * h + column
+    apart = H * h
+    mask = seen[:, None] & here[None, :]
+    if EARLY:  # all but the node's own row
+        mask = mask & (line != own_line)[:, None]
+    keys = tl.load(keys_of[None, :] + line[:, None] * apart, mask=mask, other=0.0)
+    values = tl.load(values_of[None, :] + line[:, None] * apart, mask=mask, other=0.0)
+    if EARLY:
+        take_turn(PDL)
+        exists = column < tl.where((own_line >= T) & (own_line < S), h, 0)
+        own_key = tl.load(keys_of + own_line * apart, mask=exists, other=0.0)
+        own_value = tl.load(values_of + own_line * apart, mask=exists, other=0.0)
+        keys = tl.where((line == own_line)[:, None], own_key[None, :], keys)
+        values = tl.where((line == own_line)[:, None], own_value[None, :], values)
     query = tl.load(q_ptr + own, mask=here, other=0.0).to(tl.float32) * scale
-    score = tl.where(seen, tl.sum(keys * query[None, :], axis=1), float("-inf"))
+    score = tl.where(seen, tl.sum(keys.to(tl.float32) * query[None, :], axis=1), float("-inf"))
     weight = tl.exp(score - tl.max(score, axis=0))
-    out = tl.sum(weight[:, None] * values, axis=0) / tl.sum(weight, axis=0)
+    out = tl.sum(weight[:, None] * values.to(tl.float32), axis=0) / tl.sum(weight, axis=0)
     tl.store(out_ptr + own, out.to(out_ptr.dtype.element_ty), mask=here)
 
 
 def path_attention(
-    q: Tensor, cache: Tensor, num_prompt: int, places: Tensor | None = None, paths: Tensor | None = None
+    q: Tensor,
+    cache: Tensor,
+    num_prompt: int,
+    places: Tensor | None = None,
+    paths: Tensor | None = None,
+    *,
+    early: bool = False,
 ) -> Tensor:
     """Attention output [R · n, H, h] in q's dtype; shapes as in the header.
 
     places int32 [R · n]: the cache row of each node, T + slot; one outside [T, T + N) sees the prompt only.
     Without places and paths the rows are the num_prompt prompt rows themselves, in order, under a causal
-    mask. All tensors contiguous. `ValueError` for wrong shapes, dtypes, devices or strides."""
+    mask. early, for nodes: the launch before this one wrote nothing of all this but q and the nodes' own
+    cache rows, so that the rest can be read ahead of it (see `pdl`). All tensors contiguous. `ValueError` for
+    wrong shapes, dtypes, devices or strides."""
     num_rows, num_heads, head_dim = q.shape
     num_requests, length = cache.shape[1:3]
     expect("cache", cache, (2, None, None, num_heads, head_dim), device=q.device, dtypes=(q.dtype,))
@@ -134,6 +155,7 @@ def path_attention(
         num_prompt,
         head_dim**-0.5,
         CAUSAL=places is None,
+        EARLY=early and places is not None,
         A=path_length,
         BLOCK_KEYS=triton.next_power_of_2(num_prompt + path_length),
         BLOCK_H=triton.next_power_of_2(head_dim),

@@ -21,6 +21,8 @@ normed rows, unrotated keys nor the gate are ever materialised."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -28,124 +30,13 @@ from torch import Tensor
 
 from vllm_weaver.kernels.common import expect, expect_dense_last
 from vllm_weaver.kernels.pdl import launch_options, take_turn
+from vllm_weaver.kernels.weaver_product import HELD_ROWS, HELD_WIDTH, ahead, pairs, product
 
 COLUMNS = 16
 """Output columns of a group; `gate_up` pads its output with zeros to a multiple of it."""
 STAGES = {1: 5, 2: 4}
 """Depth of the pipeline of loads for programs of one and of two groups: at most 99 KiB of shared memory."""
 _DOT_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_EPS = tl.constexpr(1e-6)
-
-
-@triton.jit
-def _weight_rows(w_ptr, first, apart, K: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
-    """Pointers to the weight rows of a program: COLUMNS from `first` on, and in a second group `apart`."""
-    column = tl.arange(0, GROUPS * COLUMNS)
-    row = first + column % COLUMNS + (column // COLUMNS) * apart
-    return w_ptr + row.to(tl.int64) * K
-
-
-@triton.jit
-def _prefetch(w_ptr, first, apart, count, K: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
-    """Asks for a program's weights to be brought into L2: they depend on no other kernel, so that this goes
-    on while the one before still runs. Missing rows are replaced by the first."""
-    LINE: tl.constexpr = 64  # columns; at least one request for every 128 bytes in a 16-bit dtype
-    LINES: tl.constexpr = triton.next_power_of_2((K + LINE - 1) // LINE)
-    column = tl.minimum(tl.arange(0, LINES) * LINE, K - 1)
-    rows = _weight_rows(w_ptr, first, apart, K, COLUMNS, GROUPS)
-    live = tl.arange(0, GROUPS * COLUMNS) % COLUMNS < count
-    address = tl.where(live, rows, w_ptr)[:, None] + column[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [address.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _product(
-    x_rows,  # [BLOCK_M] pointers to rows of K
-    live,  # [BLOCK_M]
-    norm_ptr,  # [K]
-    w_rows,  # [BLOCK_N] pointers to rows of K
-    w_live,  # [BLOCK_N]
-    K: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,  # parts of K, one a warp
-    STAGES: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
-    """[BLOCK_M, BLOCK_N] in fp32: [norm](x) · Wᵀ without the norm's shift."""
-    offset = tl.arange(0, SPLIT)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    total = tl.zeros((SPLIT, BLOCK_M, BLOCK_N), dtype=tl.float32)
-    squares = tl.zeros((SPLIT, BLOCK_M, BLOCK_K), dtype=tl.float32)
-    for start in tl.range(0, K, SPLIT * BLOCK_K, num_stages=STAGES):
-        column = start + offset
-        inside = (column < K)[:, None, :]
-        x = tl.load(x_rows[None, :, None] + column[:, None, :], mask=live[None, :, None] & inside, other=0.0)
-        w = tl.load(
-            w_rows[None, :, None] + column[:, None, :], mask=w_live[None, :, None] & inside, other=0.0
-        )
-        if NORM:
-            weight = tl.load(norm_ptr + column, mask=column < K, other=0.0).to(tl.float32)
-            wide = x.to(tl.float32)
-            squares += wide * wide
-            x = (wide * weight[:, None, :]).to(x.dtype)
-        total = tl.dot(x.to(DOT_DTYPE), tl.permute(w.to(DOT_DTYPE), (0, 2, 1)), total, input_precision="ieee")
-    product = tl.sum(total, axis=0)
-    if NORM:
-        mean = tl.sum(tl.sum(squares, axis=2), axis=0) / K
-        product = product * tl.rsqrt(mean + _EPS)[:, None]
-    return product
-
-
-@triton.jit
-def _pair_product(
-    x_ptr,
-    index_ptr,
-    norm_ptr,
-    w_ptr,
-    row,
-    live,
-    first,  # weight row of the first column
-    apart,  # distance to the second of each pair
-    count,  # pairs that exist
-    K: tl.constexpr,
-    GATHER: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
-    """Two [BLOCK_M, COLUMNS] products of normed rows: weight rows from `first` on, and those `apart`."""
-    w_live = tl.arange(0, 2 * COLUMNS) % COLUMNS < count
-    source = row.to(tl.int64)
-    if GATHER:
-        source = tl.load(index_ptr + row, mask=live, other=0).to(tl.int64)
-    product = _product(
-        x_ptr + source * K,
-        live,
-        norm_ptr,
-        _weight_rows(w_ptr, first, apart, K, COLUMNS, 2),
-        w_live,
-        K,
-        True,
-        BLOCK_M,
-        2 * COLUMNS,
-        BLOCK_K,
-        SPLIT,
-        STAGES,
-        DOT_DTYPE,
-    )
-    return tl.split(tl.permute(tl.reshape(product, (BLOCK_M, 2, COLUMNS)), (0, 2, 1)))
 
 
 @triton.jit
@@ -166,44 +57,34 @@ def _project_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HELD: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start = tl.program_id(0) * COLUMNS
-    if PDL:
-        _prefetch(w_ptr, start, 0, N - start, K, COLUMNS, 1)
-    take_turn(PDL)
+    weights, norm = ahead(
+        w_ptr, norm_ptr, start, 0, N - start, K, NORM, COLUMNS, 1, BLOCK_K, HELD, PDL
+    )  # fmt: skip
     column = start + tl.arange(0, COLUMNS)
+    added = tl.load(bias_ptr + column, mask=column < N, other=0.0)[None, :]
+    take_turn(PDL)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = row < M
     here = live[:, None] & (column < N)[None, :]
-    product = _product(
-        x_ptr + row.to(tl.int64) * K,
-        live,
-        norm_ptr,
-        _weight_rows(w_ptr, start, 0, K, COLUMNS, 1),
-        column < N,
-        K,
-        NORM,
-        BLOCK_M,
-        COLUMNS,
-        BLOCK_K,
-        SPLIT,
-        STAGES,
-        DOT_DTYPE,
-    )
-    product += tl.load(bias_ptr + column, mask=column < N, other=0.0)[None, :]
-    if RESIDUAL:
+    if RESIDUAL:  # before the product, which need not wait for it
         source = row.to(tl.int64)
         if GATHER:
             source = tl.load(index_ptr + row, mask=live, other=0).to(tl.int64)
-        product += tl.load(residual_ptr + source[:, None] * N + column[None, :], mask=here, other=0.0).to(
-            tl.float32
-        )
+        residual = tl.load(residual_ptr + source[:, None] * N + column[None, :], mask=here, other=0.0)
+        added = added + residual.to(tl.float32)
+    total = product(
+        x_ptr + row.to(tl.int64) * K, live, norm_ptr, w_ptr, start, 0, N - start, weights, norm,
+        K, NORM, COLUMNS, 1, BLOCK_M, BLOCK_K, HELD, SPLIT, STAGES, DOT_DTYPE,
+    )  # fmt: skip
     out = out_ptr + row.to(tl.int64)[:, None] * N + column[None, :]
-    tl.store(out, product.to(out_ptr.dtype.element_ty), mask=here)
+    tl.store(out, (total + added).to(out_ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -232,6 +113,7 @@ def _qkv_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HELD: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -240,35 +122,28 @@ def _qkv_kernel(
     part = first_part + tl.program_id(0) // tiles  # a head's q, k or v: heads of q, of k, of v
     half = h // 2
     start = (tl.program_id(0) % tiles) * COLUMNS
-    if PDL:
-        _prefetch(w_ptr, part * h + start, half, half - start, K, COLUMNS, 2)
-    take_turn(PDL)
+    count = half - start
+    weights, norm = ahead(
+        w_ptr, norm_ptr, part * h + start, half, count, K, True, COLUMNS, 2, BLOCK_K, HELD, PDL
+    )  # fmt: skip
     column = start + tl.arange(0, COLUMNS)
     inside = column < half
+    bias = bias_ptr + part * h + column
+    first_bias = tl.load(bias, mask=inside, other=0.0)[None, :]
+    second_bias = tl.load(bias + half, mask=inside, other=0.0)[None, :]
+    take_turn(PDL)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = row < M
-    first, second = _pair_product(
-        x_ptr,
-        index_ptr,
-        norm_ptr,
-        w_ptr,
-        row,
-        live,
-        part * h + start,
-        half,
-        half - start,
-        K,
-        GATHER,
-        COLUMNS,
-        BLOCK_M,
-        BLOCK_K,
-        SPLIT,
-        STAGES,
-        DOT_DTYPE,
-    )
-    bias = bias_ptr + part * h + column
-    first += tl.load(bias, mask=inside, other=0.0)[None, :]
-    second += tl.load(bias + half, mask=inside, other=0.0)[None, :]
+    source = row.to(tl.int64)
+    if GATHER:
+        source = tl.load(index_ptr + row, mask=live, other=0).to(tl.int64)
+    total = product(
+        x_ptr + source * K, live, norm_ptr, w_ptr, part * h + start, half, count, weights, norm,
+        K, True, COLUMNS, 2, BLOCK_M, BLOCK_K, HELD, SPLIT, STAGES, DOT_DTYPE,
+    )  # fmt: skip
+    first, second = pairs(total, BLOCK_M, COLUMNS)
+    first += first_bias
+    second += second_bias
     here = live[:, None] & inside[None, :]
     section = part // H
     if section < 2:
@@ -305,60 +180,54 @@ def _gate_up_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HELD: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start = tl.program_id(0) * COLUMNS
-    if PDL:
-        _prefetch(w_ptr, start, N, N - start, K, COLUMNS, 2)
-    take_turn(PDL)
+    weights, norm = ahead(
+        w_ptr, norm_ptr, start, N, N - start, K, True, COLUMNS, 2, BLOCK_K, HELD, PDL
+    )  # fmt: skip
     column = start + tl.arange(0, COLUMNS)
     inside = column < N
+    gate_bias = tl.load(bias_ptr + column, mask=inside, other=0.0)[None, :]
+    up_bias = tl.load(bias_ptr + N + column, mask=inside, other=0.0)[None, :]
+    take_turn(PDL)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = row < M
-    gate, up = _pair_product(
-        x_ptr,
-        x_ptr,
-        norm_ptr,
-        w_ptr,
-        row,
-        live,
-        start,
-        N,
-        N - start,
-        K,
-        False,
-        COLUMNS,
-        BLOCK_M,
-        BLOCK_K,
-        SPLIT,
-        STAGES,
-        DOT_DTYPE,
-    )
-    gate += tl.load(bias_ptr + column, mask=inside, other=0.0)[None, :]
-    up += tl.load(bias_ptr + N + column, mask=inside, other=0.0)[None, :]
+    total = product(
+        x_ptr + row.to(tl.int64) * K, live, norm_ptr, w_ptr, start, N, N - start, weights, norm,
+        K, True, COLUMNS, 2, BLOCK_M, BLOCK_K, HELD, SPLIT, STAGES, DOT_DTYPE,
+    )  # fmt: skip
+    gate, up = pairs(total, BLOCK_M, COLUMNS)
+    gate += gate_bias
+    up += up_bias
     out = tl.where(inside[None, :], gate * tl.sigmoid(gate) * up, 0.0)
     at = out_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=live[:, None])
 
 
-def _tiles(x: Tensor, weight: Tensor, num_rows: int, groups: int) -> tuple[int, dict[str, object]]:
+def _tiles(x: Tensor, weight: Tensor, num_rows: int, groups: int) -> tuple[int, dict[str, Any]]:
     """Row tiles, and the keyword arguments that all three kernels share, for programs of 1 or 2 groups."""
-    tile = min(2, triton.cdiv(num_rows, 16))
-    meta: dict[str, object] = {
-        "K": weight.shape[1],
-        "COLUMNS": COLUMNS,
-        "BLOCK_M": 16 * tile,
-        "BLOCK_K": 128 // (tile * x.element_size()),
+    width = weight.shape[1]
+    meta: dict[str, Any] = {
+        "K": width,
         "SPLIT": 4,
         "STAGES": STAGES[groups],
         "DOT_DTYPE": _DOT_DTYPES.get(x.dtype, tl.float32) if x.is_cuda else tl.float32,
-        "num_warps": 4,
+        "HELD": num_rows <= HELD_ROWS and width <= HELD_WIDTH,
         **launch_options(x),
     }
-    return triton.cdiv(num_rows, 16 * tile), meta
+    if meta["HELD"]:
+        rows, tiles = triton.next_power_of_2(num_rows), 1
+        meta |= {"COLUMNS": COLUMNS // groups, "BLOCK_K": triton.next_power_of_2(width), "num_warps": 8}
+    else:
+        tile = min(2, triton.cdiv(num_rows, 16))
+        rows, tiles = 16 * tile, triton.cdiv(num_rows, 16 * tile)
+        meta |= {"COLUMNS": COLUMNS, "BLOCK_K": 128 // (tile * x.element_size()), "num_warps": 4}
+    return tiles, meta | {"BLOCK_M": rows}
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor, norm_weight: Tensor | None) -> None:
@@ -393,7 +262,7 @@ def project(
         expect("residual", residual, (None if index is not None else num_rows, width), device=x.device)
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     row_tiles, meta = _tiles(x, weight, num_rows, 1)
-    _project_kernel[(triton.cdiv(width, COLUMNS), row_tiles)](
+    _project_kernel[(triton.cdiv(width, meta["COLUMNS"]), row_tiles)](
         x,
         x if norm_weight is None else norm_weight,
         weight,
@@ -439,7 +308,7 @@ def qkv(
     expect("places", places, (num_rows,), device=x.device, dtypes=(torch.int32,))
     q = torch.empty(num_rows, num_heads, head_dim, dtype=x.dtype, device=x.device) if queries else None
     row_tiles, meta = _tiles(x, weight, num_rows, 2)
-    half_tiles = triton.cdiv(head_dim // 2, COLUMNS)
+    half_tiles = triton.cdiv(head_dim // 2, meta["COLUMNS"])
     first_part = 0 if queries else num_heads
     _qkv_kernel[((3 * num_heads - first_part) * half_tiles, row_tiles)](
         x,
@@ -473,10 +342,10 @@ def gate_up(x: Tensor, weight: Tensor, bias: Tensor, norm_weight: Tensor) -> Ten
     width is N rounded up to a multiple of COLUMNS; the columns from N on are zero."""
     _check(x, weight, bias, norm_weight)
     size = len(weight) // 2
-    tiles = triton.cdiv(size, COLUMNS)
-    out = torch.empty(len(x), tiles * COLUMNS, dtype=x.dtype, device=x.device)
+    padded = triton.cdiv(size, COLUMNS) * COLUMNS
+    out = torch.empty(len(x), padded, dtype=x.dtype, device=x.device)
     row_tiles, meta = _tiles(x, weight, len(x), 2)
-    _gate_up_kernel[(tiles, row_tiles)](
-        x, norm_weight, weight, bias, out, len(x), size, tiles * COLUMNS, **meta
+    _gate_up_kernel[(padded // meta["COLUMNS"], row_tiles)](
+        x, norm_weight, weight, bias, out, len(x), size, padded, **meta
     )
     return out

@@ -44,17 +44,30 @@ def _scores_kernel(
     K: tl.constexpr,
     CANDIDATES: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,  # everything but x may be read before the turn; one block is all of K
     PDL: tl.constexpr,
 ):
-    take_turn(PDL)
+    if not EARLY:
+        take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(places_ptr + row) >= 0:
-        candidate = tl.program_id(1) * CANDIDATES + tl.arange(0, CANDIDATES)
-        inside = candidate < P
-        pool = ((row // n) * D + tl.load(positions_ptr + row) - 1) * P + candidate
-        ids = tl.load(pool_ids_ptr + pool, mask=inside, other=-1)
-        known = (ids >= 0) & (ids < V)
-        k = tl.arange(0, BLOCK_K)
+    candidate = tl.program_id(1) * CANDIDATES + tl.arange(0, CANDIDATES)
+    inside = candidate < tl.where(tl.load(places_ptr + row) >= 0, P, 0)
+    pool = ((row // n) * D + tl.load(positions_ptr + row) - 1) * P + candidate
+    ids = tl.load(pool_ids_ptr + pool, mask=inside, other=-1)
+    known = (ids >= 0) & (ids < V)
+    drafted = tl.load(pool_values_ptr + pool, mask=known, other=float("-inf"))
+    k = tl.arange(0, BLOCK_K)
+    line = table_ptr + ids[:, None] * K
+    here = known[:, None] & (k < K)[None, :]
+    if EARLY:
+        lines = tl.load(line + k[None, :], mask=here, other=0.0)
+        weight = tl.load(norm_weight_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        bias = tl.load(norm_bias_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        take_turn(PDL)
+        x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+        query = x * tl.rsqrt(tl.sum(x * x, axis=0) / K + _EPS) * weight + bias
+        total = tl.sum(lines.to(tl.float32) * query[None, :], axis=1)
+    else:
         squares = tl.zeros((BLOCK_K,), dtype=tl.float32)
         for start in range(0, K, BLOCK_K):
             x = tl.load(x_ptr + row * K + start + k, mask=start + k < K, other=0.0).to(tl.float32)
@@ -67,15 +80,11 @@ def _scores_kernel(
             x = tl.load(x_ptr + row * K + column, mask=mask, other=0.0).to(tl.float32)
             weight = tl.load(norm_weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
             query = x * scale * weight + tl.load(norm_bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
-            lines = tl.load(
-                table_ptr + ids[:, None] * K + column[None, :],
-                mask=known[:, None] & mask[None, :],
-                other=0.0,
-            )
+            lines = tl.load(line + column[None, :], mask=known[:, None] & mask[None, :], other=0.0)
             total += tl.sum(lines.to(tl.float32) * query[None, :], axis=1)
-        score = total + tl.load(pool_values_ptr + pool, mask=known, other=float("-inf"))
-        score = tl.where(known & (tl.abs(score) < float("inf")), score, float("-inf"))
-        tl.store(scores_ptr + row * P + candidate, score, mask=inside)
+    score = total + drafted
+    score = tl.where(known & (tl.abs(score) < float("inf")), score, float("-inf"))
+    tl.store(scores_ptr + row * P + candidate, score, mask=inside)
 
 
 def candidate_scores(
@@ -86,10 +95,14 @@ def candidate_scores(
     pool_values: Tensor,
     pool_ids: Tensor,
     rows: Rows,
+    *,
+    early: bool = False,
 ) -> Tensor:
     """Scores fp32 [R, n, P] of the pool row `positions − 1` of each node; see the header.
 
-    What a row without a node holds is undefined. Ids outside [0, V) are no candidates."""
+    What a row without a node holds is undefined. Ids outside [0, V) are no candidates. early: the pool and
+    the rows were complete before the launch before this one (see `pdl`), so that candidates can be gathered
+    while that one runs."""
     num_requests, depth, pool_size = pool_values.shape
     num_rows, width = x.shape
     expect("norm_weight", norm_weight, (width,), device=x.device)
@@ -101,6 +114,7 @@ def candidate_scores(
     for name, tensor in (("x", x), ("table", table), ("pool_values", pool_values), ("pool_ids", pool_ids)):
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
+    block_k = min(2048, triton.next_power_of_2(width))
     scores = torch.empty(*rows.places.shape, pool_size, dtype=torch.float32, device=x.device)
     _scores_kernel[(num_rows, triton.cdiv(pool_size, CANDIDATES))](
         x,
@@ -118,7 +132,8 @@ def candidate_scores(
         len(table),
         K=width,
         CANDIDATES=CANDIDATES,
-        BLOCK_K=min(2048, triton.next_power_of_2(width)),
+        BLOCK_K=block_k,
+        EARLY=early and block_k >= width,
         num_warps=4,
         **launch_options(x),
     )

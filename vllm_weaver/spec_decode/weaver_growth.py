@@ -132,10 +132,12 @@ class WeaverGrowth:
                 index=source,
             )
             assert q is not None
-            attention = path_attention(q, cache[layer], growth.depth + 1, places, growth.paths)
+            attention = path_attention(q, cache[layer], growth.depth + 1, places, growth.paths, early=True)
             x = self._combine(block, attention, x, source)
         norm = self.head.out_norm
-        return candidate_scores(x, norm.weight, norm.bias, self.residual_table, pool_values, pool_ids, rows)
+        return candidate_scores(
+            x, norm.weight, norm.bias, self.residual_table, pool_values, pool_ids, rows, early=True
+        )
 
     def _combine(self, block: _Block, attention: Tensor, x: Tensor, index: Tensor | None) -> Tensor:
         x = project(attention.flatten(1), block.o, block.o_bias, residual=x, index=index)

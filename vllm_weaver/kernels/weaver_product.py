@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device functions of the Weaver head's matrix products: [norm](x) · Wᵀ for the columns of one program.
+
+Two ways to one result, by the number of rows. Both begin before the kernel may read what other kernels write
+(see `pdl`), as weights depend on none of them:
+
+    held      up to HELD_ROWS rows: a program's weights are loaded into registers ahead of its turn. What is
+              left to do then is to read x and to multiply, without tensor cores, which pay from more rows on.
+    streamed  more rows: weights are asked into L2 ahead of the turn, and pass through a pipeline after it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+HELD_ROWS = 4
+"""Rows up to which weights are held."""
+HELD_WIDTH = 2048
+"""Width K up to which weights are held: 16 columns of a 16-bit dtype are 64 registers in 8 warps."""
+_EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def weight_rows(w_ptr, first, apart, K: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
+    """Pointers to the weight rows of a program: COLUMNS from `first` on, and in a second group `apart`."""
+    column = tl.arange(0, GROUPS * COLUMNS)
+    row = first + column % COLUMNS + (column // COLUMNS) * apart
+    return w_ptr + row.to(tl.int64) * K
+
+
+@triton.jit
+def ahead(
+    w_ptr,  # [*, K]
+    norm_ptr,  # [K]
+    first,  # weight row of the first column
+    apart,  # distance to the second group
+    count,  # columns that exist from `first` on
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HELD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """What a program may do before its turn. Returns its weights [GROUPS · COLUMNS, BLOCK_K] and the norm's
+    [BLOCK_K] for `product`, which are of use only where they are held."""
+    rows = weight_rows(w_ptr, first, apart, K, COLUMNS, GROUPS)
+    live = tl.arange(0, GROUPS * COLUMNS) % COLUMNS < count
+    weights = tl.zeros((1, 1), tl.float32)
+    norm = tl.zeros((1,), tl.float32)
+    if HELD:
+        k = tl.arange(0, BLOCK_K)
+        weights = tl.load(rows[:, None] + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
+        if NORM:
+            norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    elif PDL:
+        _prefetch(tl.where(live, rows, w_ptr), K)
+    return weights, norm
+
+
+@triton.jit
+def _prefetch(rows, K: tl.constexpr):
+    """Asks for weight rows to be brought into L2."""
+    LINE: tl.constexpr = 64  # columns; at least one request for every 128 bytes in a 16-bit dtype
+    LINES: tl.constexpr = triton.next_power_of_2((K + LINE - 1) // LINE)
+    column = tl.minimum(tl.arange(0, LINES) * LINE, K - 1)
+    address = rows[:, None] + column[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [address.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def product(
+    x_rows,  # [BLOCK_M] pointers to rows of K
+    live,  # [BLOCK_M]
+    norm_ptr,  # [K]
+    w_ptr,  # [*, K]
+    first,  # as for `ahead`
+    apart,
+    count,
+    weights,  # from `ahead`
+    norm,  # from `ahead`
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HELD: tl.constexpr,
+    SPLIT: tl.constexpr,  # parts of K, one a warp
+    STAGES: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """[BLOCK_M, GROUPS · COLUMNS] in fp32: [norm](x) · Wᵀ without the norm's shift. Missing weight rows and
+    rows of x that are not live yield zeros."""
+    if HELD:
+        k = tl.arange(0, BLOCK_K)
+        x = tl.load(x_rows[:, None] + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
+        x = x.to(tl.float32)
+        mean = tl.sum(x * x, axis=1) / K
+        if NORM:
+            x = x * norm[None, :]
+        total = tl.sum(x[:, None, :] * weights.to(tl.float32)[None, :, :], axis=2)
+    else:
+        w_rows = weight_rows(w_ptr, first, apart, K, COLUMNS, GROUPS)
+        w_live = tl.arange(0, GROUPS * COLUMNS) % COLUMNS < count
+        offset = tl.arange(0, SPLIT)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        parts = tl.zeros((SPLIT, BLOCK_M, GROUPS * COLUMNS), dtype=tl.float32)
+        squares = tl.zeros((SPLIT, BLOCK_M, BLOCK_K), dtype=tl.float32)
+        for start in tl.range(0, K, SPLIT * BLOCK_K, num_stages=STAGES):
+            column = start + offset
+            inside = (column < K)[:, None, :]
+            x = tl.load(
+                x_rows[None, :, None] + column[:, None, :], mask=live[None, :, None] & inside, other=0.0
+            )
+            w = tl.load(
+                w_rows[None, :, None] + column[:, None, :], mask=w_live[None, :, None] & inside, other=0.0
+            )
+            if NORM:
+                scale = tl.load(norm_ptr + column, mask=column < K, other=0.0).to(tl.float32)
+                wide = x.to(tl.float32)
+                squares += wide * wide
+                x = (wide * scale[:, None, :]).to(x.dtype)
+            parts = tl.dot(
+                x.to(DOT_DTYPE), tl.permute(w.to(DOT_DTYPE), (0, 2, 1)), parts, input_precision="ieee"
+            )
+        total = tl.sum(parts, axis=0)
+        mean = tl.sum(tl.sum(squares, axis=2), axis=0) / K
+    if NORM:
+        total = total * tl.rsqrt(mean + _EPS)[:, None]
+    return total
+
+
+@triton.jit
+def pairs(total, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
+    """The two groups [BLOCK_M, COLUMNS] of a product of two."""
+    return tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, COLUMNS)), (0, 2, 1)))
