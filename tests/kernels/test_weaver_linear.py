@@ -6,11 +6,19 @@ import torch
 from torch import Tensor
 
 from tests.poison import poisoned_memory  # noqa: F401
+from vllm_weaver.kernels import weaver_linear
 from vllm_weaver.kernels.weaver_linear import gate_up, project, qkv
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
-SIZES = [(1, 16), (3, 272), (5, 24), (33, 272)]
-"""Rows and K: weights held and streamed, in less than one step of the loop and in more."""
+SIZES = [(1, 16, True), (3, 272, True), (3, 272, False), (12, 24, False), (33, 272, False)]
+"""Rows, K and whether weights are held: less than one step of the loop, and more."""
+
+
+@pytest.fixture
+def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holds no weights for a parameter False; they are for few rows."""
+    if not request.param:
+        monkeypatch.setattr(weaver_linear, "HELD_ROWS", 0)
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
@@ -28,12 +36,13 @@ def check(got: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("dtype, tolerance", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, k", SIZES)
+@pytest.mark.parametrize("rows, k, held", SIZES, indirect=["held"])
 @pytest.mark.parametrize("normed, gathered", [(True, None), (False, False), (False, True)])
 def test_project(
     device: torch.device,
     rows: int,
     k: int,
+    held: None,
     normed: bool,
     gathered: bool | None,
     dtype: torch.dtype,
@@ -61,10 +70,10 @@ def test_project(
 
 
 @pytest.mark.parametrize("dtype, tolerance", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, k", SIZES)
+@pytest.mark.parametrize("rows, k, held", SIZES, indirect=["held"])
 @pytest.mark.parametrize("n", [5, 32])
 def test_gate_up(
-    device: torch.device, n: int, rows: int, k: int, dtype: torch.dtype, tolerance: float
+    device: torch.device, n: int, rows: int, k: int, held: None, dtype: torch.dtype, tolerance: float
 ) -> None:
     x, weight = randn(rows, k, seed=1, dtype=dtype), randn(2 * n, k, seed=2, dtype=dtype) / 4
     norm_weight, bias = randn(k, seed=3, dtype=dtype), randn(2 * n, seed=4, dtype=torch.float32)
@@ -77,10 +86,11 @@ def test_gate_up(
 @pytest.mark.parametrize("dtype, tolerance", DTYPES, ids=str)
 @pytest.mark.parametrize("gathered, queries", [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("heads, dim", [(2, 8), (3, 36)])
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n, held", [(2, True), (3, False), (7, False)], indirect=["held"])
 def test_qkv(
     device: torch.device,
     n: int,
+    held: None,
     heads: int,
     dim: int,
     gathered: bool,
@@ -94,9 +104,8 @@ def test_qkv(
     weight, norm_weight = randn(3 * width, k, seed=2, dtype=dtype) / 4, randn(k, seed=3, dtype=dtype)
     bias = randn(3 * width, seed=4, dtype=torch.float32)
     angles = randn(5, dim // 2, seed=5, dtype=torch.float32)
-    index, positions = torch.tensor([3, 19, 0, 3, 7, 7]).int(), torch.tensor([0, 4, 1, 1, 2, 3]).int()
-    index, positions = index[: 2 * n], positions[: 2 * n]
-    places = torch.tensor([2, -1, 6, 0, length, 1]).int()[: 2 * n]
+    index, positions = ((torch.arange(2 * n) * step % size).int() for step, size in ((7, 20), (4, 5)))
+    places = torch.tensor([2, -1, 6, 0, length, 1, 4, 3, 0, length + 1, 5, 1, -1, 6])[: 2 * n].int()
     cache = torch.full((2, 2, length, heads, dim), float("nan"), dtype=dtype)
     expected = norm(x[index] if gathered else x, norm_weight) @ weight.double().T + bias.double()
     expected = expected.view(2 * n, 3, heads, dim)

@@ -6,6 +6,9 @@ program of the kernel before it has called `let_next_start` (or has ended). What
 kernels must not be read, and what they read must not be written, before the wait. A kernel that has waited
 knows all earlier ones to be complete, provided that each of them waited too or was launched without this. So
 it must wait even where it has nothing to do, unless the kernels before it had nothing to do either.
+
+If the kernel before takes its turn (waits, and only then lets the next one start), whatever was launched
+before that one is complete when this one starts, and may be read ahead of the wait.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ S, H, h], keys then values, with the D + 1 prompt rows before the node slots. Pr
 weights with fp32 accumulation.
 
 Floor: 2·N·K bytes of weights in a 16-bit dtype; x is read once a program (from L2), M <= 32 rows are one
-tile. A program owns 16 output columns (two groups of 16 for a rotated or gated pair) and all of K, which its
-warps share out as the batch of a three-dimensional product: partial sums never leave the program. Neither
-normed rows, unrotated keys nor the gate are ever materialised."""
+tile. A program owns 16 to 64 rows of W (two groups for a rotated or gated pair) and all of K, which its warps
+share out as the batch of a three-dimensional product: partial sums never leave the program. It uses at most
+99 KiB of shared memory. Neither normed rows, unrotated keys nor the gate are ever materialised. How a program
+comes by its weights: see `weaver_product`."""
 
 from __future__ import annotations
 
@@ -30,12 +31,10 @@ from torch import Tensor
 
 from vllm_weaver.kernels.common import expect, expect_dense_last
 from vllm_weaver.kernels.pdl import launch_options, take_turn
-from vllm_weaver.kernels.weaver_product import HELD_ROWS, HELD_WIDTH, ahead, pairs, product
+from vllm_weaver.kernels.weaver_product import HELD_PROGRAMS, HELD_ROWS, HELD_WIDTH, ahead, pairs, product
 
 COLUMNS = 16
-"""Output columns of a group; `gate_up` pads its output with zeros to a multiple of it."""
-STAGES = {1: 5, 2: 4}
-"""Depth of the pipeline of loads for programs of one and of two groups: at most 99 KiB of shared memory."""
+"""Least number of output columns of a program; `gate_up` pads its output with zeros to a multiple of it."""
 _DOT_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -59,13 +58,13 @@ def _project_kernel(
     BLOCK_K: tl.constexpr,
     HELD: tl.constexpr,
     SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr,  # depth of the pipeline of loads
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start = tl.program_id(0) * COLUMNS
     weights, norm = ahead(
-        w_ptr, norm_ptr, start, 0, N - start, K, NORM, COLUMNS, 1, BLOCK_K, HELD, PDL
+        w_ptr, norm_ptr, start, 0, N - start, K, NORM, COLUMNS, 1, BLOCK_K, SPLIT, HELD, PDL
     )  # fmt: skip
     column = start + tl.arange(0, COLUMNS)
     added = tl.load(bias_ptr + column, mask=column < N, other=0.0)[None, :]
@@ -80,8 +79,8 @@ def _project_kernel(
         residual = tl.load(residual_ptr + source[:, None] * N + column[None, :], mask=here, other=0.0)
         added = added + residual.to(tl.float32)
     total = product(
-        x_ptr + row.to(tl.int64) * K, live, norm_ptr, w_ptr, start, 0, N - start, weights, norm,
-        K, NORM, COLUMNS, 1, BLOCK_M, BLOCK_K, HELD, SPLIT, STAGES, DOT_DTYPE,
+        x_ptr, x_ptr, norm_ptr, w_ptr, M, start, 0, N - start, weights, norm,
+        K, NORM, False, COLUMNS, 1, BLOCK_M, BLOCK_K, HELD, SPLIT, STAGES, DOT_DTYPE,
     )  # fmt: skip
     out = out_ptr + row.to(tl.int64)[:, None] * N + column[None, :]
     tl.store(out, (total + added).to(out_ptr.dtype.element_ty), mask=here)
@@ -115,7 +114,7 @@ def _qkv_kernel(
     BLOCK_K: tl.constexpr,
     HELD: tl.constexpr,
     SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr,  # depth of the pipeline of loads
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -124,7 +123,7 @@ def _qkv_kernel(
     start = (tl.program_id(0) % tiles) * COLUMNS
     count = half - start
     weights, norm = ahead(
-        w_ptr, norm_ptr, part * h + start, half, count, K, True, COLUMNS, 2, BLOCK_K, HELD, PDL
+        w_ptr, norm_ptr, part * h + start, half, count, K, True, COLUMNS, 2, BLOCK_K, SPLIT, HELD, PDL
     )  # fmt: skip
     column = start + tl.arange(0, COLUMNS)
     inside = column < half
@@ -134,12 +133,9 @@ def _qkv_kernel(
     take_turn(PDL)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = row < M
-    source = row.to(tl.int64)
-    if GATHER:
-        source = tl.load(index_ptr + row, mask=live, other=0).to(tl.int64)
     total = product(
-        x_ptr + source * K, live, norm_ptr, w_ptr, part * h + start, half, count, weights, norm,
-        K, True, COLUMNS, 2, BLOCK_M, BLOCK_K, HELD, SPLIT, STAGES, DOT_DTYPE,
+        x_ptr, index_ptr, norm_ptr, w_ptr, M, part * h + start, half, count, weights, norm,
+        K, True, GATHER, COLUMNS, 2, BLOCK_M, BLOCK_K, HELD, SPLIT, STAGES, DOT_DTYPE,
     )  # fmt: skip
     first, second = pairs(total, BLOCK_M, COLUMNS)
     first += first_bias
@@ -182,13 +178,13 @@ def _gate_up_kernel(
     BLOCK_K: tl.constexpr,
     HELD: tl.constexpr,
     SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr,  # depth of the pipeline of loads
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start = tl.program_id(0) * COLUMNS
     weights, norm = ahead(
-        w_ptr, norm_ptr, start, N, N - start, K, True, COLUMNS, 2, BLOCK_K, HELD, PDL
+        w_ptr, norm_ptr, start, N, N - start, K, True, COLUMNS, 2, BLOCK_K, SPLIT, HELD, PDL
     )  # fmt: skip
     column = start + tl.arange(0, COLUMNS)
     inside = column < N
@@ -198,36 +194,44 @@ def _gate_up_kernel(
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = row < M
     total = product(
-        x_ptr + row.to(tl.int64) * K, live, norm_ptr, w_ptr, start, N, N - start, weights, norm,
-        K, True, COLUMNS, 2, BLOCK_M, BLOCK_K, HELD, SPLIT, STAGES, DOT_DTYPE,
+        x_ptr, x_ptr, norm_ptr, w_ptr, M, start, N, N - start, weights, norm,
+        K, True, False, COLUMNS, 2, BLOCK_M, BLOCK_K, HELD, SPLIT, STAGES, DOT_DTYPE,
     )  # fmt: skip
     gate, up = pairs(total, BLOCK_M, COLUMNS)
     gate += gate_bias
     up += up_bias
     out = tl.where(inside[None, :], gate * tl.sigmoid(gate) * up, 0.0)
     at = out_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=live[:, None])
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (column < WIDTH)[None, :])
 
 
 def _tiles(x: Tensor, weight: Tensor, num_rows: int, groups: int) -> tuple[int, dict[str, Any]]:
     """Row tiles, and the keyword arguments that all three kernels share, for programs of 1 or 2 groups."""
     width = weight.shape[1]
-    meta: dict[str, Any] = {
+    rows = min(32, 8 * triton.next_power_of_2(triton.cdiv(num_rows, 8)))
+    held = max(num_rows - HELD_ROWS, width - HELD_WIDTH, len(weight) - HELD_PROGRAMS * COLUMNS) <= 0
+    if held:
+        columns, stages, warps = COLUMNS // groups, 1, 8
+        block_k = max(16, triton.next_power_of_2(width) // warps)
+    else:
+        # Fewer, wider programs are faster as long as their sums fit into registers.
+        columns, stages, warps = COLUMNS, 5 if groups == 1 else 4, 4
+        if groups == 2 and rows == 8:
+            columns, stages = 2 * COLUMNS, 3
+        block_k = min(64, 1024 // rows) * 2 // x.element_size()
+    meta = {
         "K": width,
-        "SPLIT": 4,
-        "STAGES": STAGES[groups],
+        "COLUMNS": columns,
+        "BLOCK_M": rows,
+        "BLOCK_K": block_k,
+        "SPLIT": warps,
+        "STAGES": stages,
+        "HELD": held,
         "DOT_DTYPE": _DOT_DTYPES.get(x.dtype, tl.float32) if x.is_cuda else tl.float32,
-        "HELD": num_rows <= HELD_ROWS and width <= HELD_WIDTH,
+        "num_warps": warps,
         **launch_options(x),
     }
-    if meta["HELD"]:
-        rows, tiles = triton.next_power_of_2(num_rows), 1
-        meta |= {"COLUMNS": COLUMNS // groups, "BLOCK_K": triton.next_power_of_2(width), "num_warps": 8}
-    else:
-        tile = min(2, triton.cdiv(num_rows, 16))
-        rows, tiles = 16 * tile, triton.cdiv(num_rows, 16 * tile)
-        meta |= {"COLUMNS": COLUMNS, "BLOCK_K": 128 // (tile * x.element_size()), "num_warps": 4}
-    return tiles, meta | {"BLOCK_M": rows}
+    return triton.cdiv(num_rows, rows), meta
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor, norm_weight: Tensor | None) -> None:
@@ -345,7 +349,7 @@ def gate_up(x: Tensor, weight: Tensor, bias: Tensor, norm_weight: Tensor) -> Ten
     padded = triton.cdiv(size, COLUMNS) * COLUMNS
     out = torch.empty(len(x), padded, dtype=x.dtype, device=x.device)
     row_tiles, meta = _tiles(x, weight, len(x), 2)
-    _gate_up_kernel[(padded // meta["COLUMNS"], row_tiles)](
+    _gate_up_kernel[(triton.cdiv(padded, meta["COLUMNS"]), row_tiles)](
         x, norm_weight, weight, bias, out, len(x), size, padded, **meta
     )
     return out

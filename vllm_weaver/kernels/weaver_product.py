@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device functions of the Weaver head's matrix products: [norm](x) · Wᵀ for the columns of one program.
 
-Two ways to one result, by the number of rows. Both begin before the kernel may read what other kernels write
-(see `pdl`), as weights depend on none of them:
+Two ways to one result. Both begin before the kernel may read what others write (see `pdl`), as weights depend
+on no other kernel:
 
-    held      up to HELD_ROWS rows: a program's weights are loaded into registers ahead of its turn. What is
-              left to do then is to read x and to multiply, without tensor cores, which pay from more rows on.
-    streamed  more rows: weights are asked into L2 ahead of the turn, and pass through a pipeline after it.
-"""
+    held      a program's weights are loaded ahead of its turn, into registers; what is left to do then is to
+              read x and to multiply
+    streamed  weights are asked into L2 ahead of the turn, and pass through a pipeline after it
+
+A product waits for the one before it and hardly for memory, so the first is faster as long as most of its
+programs find a place beside those of the kernel before: for few rows and not too large a matrix."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-HELD_ROWS = 4
+HELD_ROWS = 8
 """Rows up to which weights are held."""
 HELD_WIDTH = 2048
 """Width K up to which weights are held: 16 columns of a 16-bit dtype are 64 registers in 8 warps."""
+HELD_PROGRAMS = 256
+"""Programs up to which weights are held."""
 _EPS = tl.constexpr(1e-6)
 
 
@@ -41,20 +45,24 @@ def ahead(
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
     HELD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What a program may do before its turn. Returns its weights [GROUPS · COLUMNS, BLOCK_K] and the norm's
-    [BLOCK_K] for `product`, which are of use only where they are held."""
+    """What a program may do before its turn. Returns its weights [chunks, GROUPS · COLUMNS, CHUNK] and the
+    norm's [chunks, CHUNK] for `product`, which are of use only where they are held."""
     rows = weight_rows(w_ptr, first, apart, K, COLUMNS, GROUPS)
     live = tl.arange(0, GROUPS * COLUMNS) % COLUMNS < count
-    weights = tl.zeros((1, 1), tl.float32)
-    norm = tl.zeros((1,), tl.float32)
+    weights = tl.zeros((1, 1, 1), tl.float32)
+    norm = tl.zeros((1, 1), tl.float32)
     if HELD:
-        k = tl.arange(0, BLOCK_K)
-        weights = tl.load(rows[:, None] + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
+        k = tl.arange(0, SPLIT)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        inside = k < K
+        weights = tl.load(
+            rows[None, :, None] + k[:, None, :], mask=live[None, :, None] & inside[:, None, :], other=0.0
+        )
         if NORM:
-            norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+            norm = tl.load(norm_ptr + k, mask=inside, other=0.0)
     elif PDL:
         _prefetch(tl.where(live, rows, w_ptr), K)
     return weights, norm
@@ -79,10 +87,11 @@ def _prefetch(rows, K: tl.constexpr):
 
 @triton.jit
 def product(
-    x_rows,  # [BLOCK_M] pointers to rows of K
-    live,  # [BLOCK_M]
+    x_ptr,  # [M, K], or a table [*, K]
+    index_ptr,  # [M] rows of the table
     norm_ptr,  # [K]
     w_ptr,  # [*, K]
+    M,
     first,  # as for `ahead`
     apart,
     count,
@@ -90,6 +99,7 @@ def product(
     norm,  # from `ahead`
     K: tl.constexpr,
     NORM: tl.constexpr,
+    GATHER: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -99,22 +109,31 @@ def product(
     STAGES: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """[BLOCK_M, GROUPS · COLUMNS] in fp32: [norm](x) · Wᵀ without the norm's shift. Missing weight rows and
-    rows of x that are not live yield zeros."""
+    """[BLOCK_M, GROUPS · COLUMNS] in fp32: [norm](x) · Wᵀ without the norm's shift, of the rows of this
+    program's tile. Missing weight rows and rows from M on yield zeros."""
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = row < M
+    source = row.to(tl.int64)
+    if GATHER:
+        source = tl.load(index_ptr + row, mask=live, other=0).to(tl.int64)
+    x_rows = x_ptr + source * K
+    offset = tl.arange(0, SPLIT)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    squares = tl.zeros((SPLIT, BLOCK_M, BLOCK_K), dtype=tl.float32)
+    # A tensor core takes 16 rows of its first operand and 8 of the second: few rows of x come second.
+    FIRST: tl.constexpr = BLOCK_M if BLOCK_M >= 16 else GROUPS * COLUMNS
+    SECOND: tl.constexpr = GROUPS * COLUMNS if BLOCK_M >= 16 else BLOCK_M
+    parts = tl.zeros((SPLIT, FIRST, SECOND), dtype=tl.float32)
     if HELD:
-        k = tl.arange(0, BLOCK_K)
-        x = tl.load(x_rows[:, None] + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
-        x = x.to(tl.float32)
-        mean = tl.sum(x * x, axis=1) / K
+        inside = (offset < K)[:, None, :]
+        x = tl.load(x_rows[None, :, None] + offset[:, None, :], mask=live[None, :, None] & inside, other=0.0)
         if NORM:
-            x = x * norm[None, :]
-        total = tl.sum(x[:, None, :] * weights.to(tl.float32)[None, :, :], axis=2)
+            wide = x.to(tl.float32)
+            squares = wide * wide
+            x = (wide * norm.to(tl.float32)[:, None, :]).to(x.dtype)
+        parts = _dot(x.to(DOT_DTYPE), weights.to(DOT_DTYPE), parts, BLOCK_M)
     else:
         w_rows = weight_rows(w_ptr, first, apart, K, COLUMNS, GROUPS)
         w_live = tl.arange(0, GROUPS * COLUMNS) % COLUMNS < count
-        offset = tl.arange(0, SPLIT)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        parts = tl.zeros((SPLIT, BLOCK_M, GROUPS * COLUMNS), dtype=tl.float32)
-        squares = tl.zeros((SPLIT, BLOCK_M, BLOCK_K), dtype=tl.float32)
         for start in tl.range(0, K, SPLIT * BLOCK_K, num_stages=STAGES):
             column = start + offset
             inside = (column < K)[:, None, :]
@@ -129,14 +148,24 @@ def product(
                 wide = x.to(tl.float32)
                 squares += wide * wide
                 x = (wide * scale[:, None, :]).to(x.dtype)
-            parts = tl.dot(
-                x.to(DOT_DTYPE), tl.permute(w.to(DOT_DTYPE), (0, 2, 1)), parts, input_precision="ieee"
-            )
-        total = tl.sum(parts, axis=0)
-        mean = tl.sum(tl.sum(squares, axis=2), axis=0) / K
+            parts = _dot(x.to(DOT_DTYPE), w.to(DOT_DTYPE), parts, BLOCK_M)
+    total = tl.sum(parts, axis=0)
+    if BLOCK_M < 16:
+        total = tl.permute(total, (1, 0))
     if NORM:
+        mean = tl.sum(tl.sum(squares, axis=2), axis=0) / K
         total = total * tl.rsqrt(mean + _EPS)[:, None]
     return total
+
+
+@triton.jit
+def _dot(x, w, parts, BLOCK_M: tl.constexpr):
+    """parts + x · Wᵀ, or its transpose for few rows."""
+    if BLOCK_M >= 16:
+        parts = tl.dot(x, tl.permute(w, (0, 2, 1)), parts, input_precision="ieee")
+    else:
+        parts = tl.dot(w, tl.permute(x, (0, 2, 1)), parts, input_precision="ieee")
+    return parts
 
 
 @triton.jit

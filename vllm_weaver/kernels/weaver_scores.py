@@ -7,8 +7,9 @@ Layout: rows x [R · n, r] of the head's last block; pool values fp32 and ids in
 the residual table [V, r]. Scores fp32 [R, n, P], −inf where there is no candidate or no finite score.
 
 Floor: P rows of the table a node, 2·P·r bytes in a 16-bit dtype (2 MB at P = 512, r = 2048). Programs of a
-few candidates each spread one node's rows over the whole device; the query is recomputed in each of them
-(from a row that lies in L2) and, like the gathered rows, never materialised."""
+few candidates each spread one node's rows over the whole device, and gather them ahead of their turn where
+`early` allows it; the query is recomputed in each of them (from a row that lies in L2) and, like the gathered
+rows, never materialised."""
 
 from __future__ import annotations
 
