@@ -121,13 +121,7 @@ def setting(arguments: argparse.Namespace, folder: Path) -> Setting:
         "enable_prefix_caching": False,
     }
     if cuda:
-        common |= {
-            "gpu_memory_utilization": 0.2,
-            # Not from a measurement, which the two engines would disturb for each other.
-            "kv_cache_memory_bytes": 4 << 30,
-            "attention_backend": "FLASH_ATTN",
-            "additional_config": {"gdn_prefill_backend": "triton"},
-        }
+        common |= harness.GPU
     if not exact:
         common["logprobs_mode"] = "processed_logprobs"  # a near-tie is one of what is chosen from
         common["max_logprobs"] = -1

@@ -20,10 +20,20 @@ TOP = 20  # vLLM's default limit of `logprobs`
 # neighbour.
 TIE = 0.065
 
+GPU: dict[str, Any] = {
+    "gpu_memory_utilization": 0.2,
+    # Not from a measurement, which another engine on the GPU would disturb.
+    "kv_cache_memory_bytes": 4 << 30,
+    "attention_backend": "FLASH_ATTN",
+    # FlashInfer's prefill kernel is not on every machine; Triton's is.
+    "additional_config": {"gdn_prefill_backend": "triton"},
+}
+"""Options of engines on a GPU."""
+
 
 @contextlib.contextmanager
 def engine(model: str | Path, **options: Any) -> Iterator[Any]:
-    """An `LLM` on the CPU, eager, in this process; shut down at the end."""
+    """An `LLM` in this process, eager; on a GPU it needs `GPU`. Shut down at the end."""
     from vllm import LLM
 
     defaults = {

@@ -27,15 +27,7 @@ from bench_lib.shapes import SHAPES, write_models  # noqa: E402
 from tests.e2e import following, harness, oracle  # noqa: E402  (the environment comes first)
 from vllm_weaver import plugin  # noqa: E402
 
-# FlashInfer's prefill kernel is not on every machine; Triton's is.
-GPU = {
-    "gpu_memory_utilization": 0.2,
-    # Not from a measurement, which tests beside this one would disturb.
-    "kv_cache_memory_bytes": 4 << 30,
-    "attention_backend": "FLASH_ATTN",
-    "additional_config": {"gdn_prefill_backend": "triton"},
-    "max_num_seqs": 8,
-}
+GPU = harness.GPU | {"max_num_seqs": 8}
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "graphs": {
