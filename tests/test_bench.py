@@ -315,7 +315,7 @@ def test_a_wrong_weaver_score_stops_at_the_gate(monkeypatch: pytest.MonkeyPatch)
     from vllm_weaver.spec_decode import weaver_growth
 
     right = weaver_growth.candidate_scores
-    monkeypatch.setattr(weaver_growth, "candidate_scores", lambda *args: right(*args) * 1.5)
+    monkeypatch.setattr(weaver_growth, "candidate_scores", lambda *args, **more: right(*args, **more) * 1.5)
     case = next(kernels_weaver.cases(tiny(batches=(1,)), {"weaver_proposal"}))
     with pytest.raises(provenance.BenchmarkError, match="weaver proposal"):
         case.check()

@@ -31,9 +31,12 @@ def draw(results: dict[str, Any], contexts: list[str], title: str, path: Path) -
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, len(contexts), figsize=(6 * len(contexts), 8), squeeze=False)
+    figure, axes = pyplot.subplots(2, len(contexts), figsize=(6 * len(contexts) + 2, 8), squeeze=False)
+    found = {context: series(results, context) for context in contexts}
+    names = _largest_first([part for _, _, parts in found.values() for part in parts])
+    colors = dict(zip(names, pyplot.get_cmap("tab20").colors * (len(names) // 20 + 1), strict=False))
     for column, context in enumerate(contexts):
-        budgets, ratios, parts = series(results, context)
+        budgets, ratios, parts = found[context]
         top, bottom = axes[0][column], axes[1][column]
         top.plot(budgets, ratios, marker="o", label="dflash_tfm")
         for name, style in (("dflash", "--"), ("tfm chain", ":")):
@@ -42,17 +45,24 @@ def draw(results: dict[str, Any], contexts: list[str], title: str, path: Path) -
                     results["arms"][name][context]["ratio"], linestyle=style, color="gray", label=name
                 )
         top.set(title=f"context {context}", xlabel="tree budget", ylabel="step / plain decode step")
+        top.set_xticks(budgets)
         top.legend()
-        names = sorted({name for part in parts for name in part} - {"total"})
         labels, heights = [str(b) for b in budgets], [0.0] * len(budgets)
-        for name in sorted(names, key=lambda n: -statistics.mean(p.get(n, 0.0) for p in parts)):
+        for name in names:
             values = [part.get(name, 0.0) for part in parts]
-            bottom.bar(labels, values, bottom=heights, label=name)
+            bottom.bar(labels, values, bottom=heights, color=colors[name])
             heights = [a + b for a, b in zip(heights, values, strict=True)]
         bottom.set(xlabel="tree budget", ylabel="ms a step (profiled)")
-        if names:
-            bottom.legend(fontsize="x-small")
     figure.suptitle(title, fontsize="small")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    if names:  # one for all, beside the pictures; its order is that of the bars, from above
+        patches = [pyplot.Rectangle((0, 0), 1, 1, color=colors[name]) for name in reversed(names)]
+        figure.legend(patches, names[::-1], loc="center left", bbox_to_anchor=(1.0, 0.3), fontsize="x-small")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
+
+
+def _largest_first(parts: list[dict[str, float]]) -> list[str]:
+    """Names of the parts by their mean, without the total."""
+    names = sorted({name for part in parts for name in part} - {"total"})
+    return sorted(names, key=lambda name: -statistics.mean(part.get(name, 0.0) for part in parts))
