@@ -26,7 +26,7 @@ _EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
-def weight_rows(w_ptr, first, apart, K: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
+def _weight_rows(w_ptr, first, apart, K: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
     """Pointers to the weight rows of a program: COLUMNS from `first` on, and in a second group `apart`."""
     column = tl.arange(0, GROUPS * COLUMNS)
     row = first + column % COLUMNS + (column // COLUMNS) * apart
@@ -45,13 +45,13 @@ def ahead(
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr,  # parts of K, one a warp
     HELD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What a program may do before its turn. Returns its weights [chunks, GROUPS · COLUMNS, CHUNK] and the
-    norm's [chunks, CHUNK] for `product`, which are of use only where they are held."""
-    rows = weight_rows(w_ptr, first, apart, K, COLUMNS, GROUPS)
+    """What a program may do before its turn. Returns its weights [SPLIT, GROUPS · COLUMNS, BLOCK_K] and the
+    norm's [SPLIT, BLOCK_K] for `product`; placeholders where they are not held."""
+    rows = _weight_rows(w_ptr, first, apart, K, COLUMNS, GROUPS)
     live = tl.arange(0, GROUPS * COLUMNS) % COLUMNS < count
     weights = tl.zeros((1, 1, 1), tl.float32)
     norm = tl.zeros((1, 1), tl.float32)
@@ -132,7 +132,7 @@ def product(
             x = (wide * norm.to(tl.float32)[:, None, :]).to(x.dtype)
         parts = _dot(x.to(DOT_DTYPE), weights.to(DOT_DTYPE), parts, BLOCK_M)
     else:
-        w_rows = weight_rows(w_ptr, first, apart, K, COLUMNS, GROUPS)
+        w_rows = _weight_rows(w_ptr, first, apart, K, COLUMNS, GROUPS)
         w_live = tl.arange(0, GROUPS * COLUMNS) % COLUMNS < count
         for start in tl.range(0, K, SPLIT * BLOCK_K, num_stages=STAGES):
             column = start + offset
