@@ -15,20 +15,50 @@ options=("$@")
 summary=""
 failed=0
 
+# note NAME STATUS SECONDS: a line of the summary
+note() {
+    local result=passed
+    if [ "$2" -eq 5 ] && [ "${#options[@]}" -gt 0 ]; then
+        result="no test chosen" # by pytest options such as -k, which need not fit every part
+    elif [ "$2" -ne 0 ]; then
+        result="FAILED ($2)"
+        failed=1
+    fi
+    summary+=$(printf '%-22s %-14s %4d s' "$1" "$result" "$3")$'\n'
+}
+
 # step NAME COMMAND...: run it, note its time and whether it passed
 step() {
-    local name=$1 start=$SECONDS status=0 result=passed
+    local name=$1 start=$SECONDS status=0
     shift
     echo
     echo "== $name"
     "$@" || status=$?
-    if [ "$status" -eq 5 ] && [ "${#options[@]}" -gt 0 ]; then
-        result="no test chosen" # by pytest options such as -k, which need not fit every part
-    elif [ "$status" -ne 0 ]; then
-        result="FAILED ($status)"
-        failed=1
-    fi
-    summary+=$(printf '%-22s %-14s %4d s' "$name" "$result" $((SECONDS - start)))$'\n'
+    note "$name" "$status" $((SECONDS - start))
+}
+
+# beside NAME COMMAND... -- NAME COMMAND...: two steps at once; what the first one prints is shown after the second
+beside() {
+    local name=$1 start=$SECONDS log status seconds first=()
+    shift
+    while [ "$1" != -- ]; do
+        first+=("$1")
+        shift
+    done
+    shift
+    log=$(mktemp)
+    {
+        "${first[@]}" >"$log" 2>&1
+        echo $? $((SECONDS - start)) >"$log.end"
+    } &
+    step "$@"
+    wait $!
+    echo
+    echo "== $name"
+    cat "$log"
+    read -r status seconds <"$log.end" || status=1
+    rm -f "$log" "$log.end"
+    note "$name" "$status" "${seconds:-$((SECONDS - start))}"
 }
 
 python=$(bash scripts/setup.sh) || exit 1
@@ -45,8 +75,8 @@ if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
     step "pytest, other units" "$python" -m pytest "${units[@]}" "${options[@]}"
     step "pytest, engines on GPU" "$python" -m pytest tests/gpu "${options[@]}"
 else
-    step "pytest, kernels" "$python" -m pytest tests/kernels -m "not gpu" "${options[@]}"
-    step "pytest, other units" "$python" -m pytest "${units[@]}" -m "not gpu" "${options[@]}"
+    beside "pytest, kernels" "$python" -m pytest tests/kernels -m "not gpu" "${options[@]}" -- \
+        "pytest, other units" "$python" -m pytest "${units[@]}" -m "not gpu" "${options[@]}"
     step "pytest, end to end" "$python" -m pytest tests/e2e -m "not gpu" "${all[@]}" "${options[@]}"
 fi
 
