@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tests.e2e import harness, models
+from tests.e2e import fields, harness, models
 from tests.e2e.churn_requests import Answer, Request, catalogue
 
 
@@ -159,11 +159,10 @@ def requests_of(where: Setting, count: int, rng: random.Random, max_tokens: int)
 # --- answers alone ---------------------------------------------------------------------------------------
 
 
-def ask(llm: Any, request: Request, **more: Any) -> Any:
-    """The answer to one request by an engine that has nothing else to do."""
-    prompt = {"prompt_token_ids": list(request.prompt)}
-    sampling = replace(request, params=request.params | more).sampling()
-    return llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0]
+def ask(llm: Any, requests: Sequence[Request]) -> list[Answer]:
+    """The answers to one batch by an engine that has nothing else to do."""
+    cases = [fields.Case(request.prompt, request.sampling()) for request in requests]
+    return [Answer.of(output.outputs[0]) for output in fields.ask(llm, cases)]
 
 
 def _answer_alone(where: Setting, requests: Sequence[Request], answers: Connection) -> None:
@@ -176,10 +175,10 @@ def _answer_alone(where: Setting, requests: Sequence[Request], answers: Connecti
             replace(request, params=request.params | {"logprobs": -1 if request.sampled else harness.TOP})
             for request in requests
         ]
-    alone = []
+    alone: list[Answer] = []
     with harness.engine(where.target, **where.plain) as llm:
         for request in requests:
-            alone.append(Answer.of(ask(llm, request)))
+            alone += ask(llm, [request])
             answers.send(alone[-1])
     answers.send(0.0 if where.exact else _noise(where, requests, alone))
 
@@ -191,11 +190,8 @@ def _noise(where: Setting, requests: Sequence[Request], alone: Sequence[Answer],
     with asynchronous(where.asynchronous), harness.engine(where.target, **where.crowd) as llm:
         for _ in range(rounds):
             order = rng.sample(range(len(requests)), len(requests))
-            prompts = [{"prompt_token_ids": list(requests[which].prompt)} for which in order]
-            params = [requests[which].sampling() for which in order]
-            found = llm.generate(prompts, params, use_tqdm=False)
-            for which, output in zip(order, found, strict=True):
-                answer = Answer.of(output.outputs[0])
+            found = ask(llm, [requests[which] for which in order])
+            for which, answer in zip(order, found, strict=True):
                 noise = max(noise, requests[which].apart(alone[which], answer))
     return noise
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests.e2e.following import change_of_gaps
 from tests.e2e.noise import gumbel
 
 GRAMMARS = ("[a-z ]{4,30}", "(yes|no|perhaps)( and (yes|no))?", "[A-Z][a-z]{2,8}( [a-z]{1,6}){1,5}[.]")
@@ -59,10 +60,7 @@ class Request:
         for chosen, again, a, b in zip(
             one.tokens, other.tokens, one.logprobs or (), other.logprobs or (), strict=False
         ):
-            for token in a.keys() & b.keys():
-                gap, then = a[chosen] - a[token], b.get(chosen, float("-inf")) - b[token]
-                if gap <= near * self.scale and abs(then) < float("inf"):
-                    found = max(found, abs(gap - then) / self.scale)
+            found = max(found, change_of_gaps(chosen, a, b, near * self.scale) / self.scale)
             if again != chosen:
                 break
         return found

@@ -7,7 +7,7 @@ says something else from then on, so each request that parts starts again from w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.e2e.harness import TOP, Reference, difference
@@ -35,11 +35,21 @@ def own_noise(llm: Any, references: Sequence[Reference], near: float = 1.0) -> t
         for choice, decoded, again in zip(reference.tokens, reference.logprobs, prefilled, strict=True):
             scores = {token: entry.logprob for token, entry in again.items()}
             flips += max(scores.values()) > scores[choice]
-            for token in decoded.keys() & scores.keys():
-                distance = decoded[choice] - decoded[token]
-                if distance <= near:
-                    gap = max(gap, abs(distance - (scores[choice] - scores[token])))
+            gap = max(gap, change_of_gaps(choice, decoded, scores, near))
     return gap, flips
+
+
+def change_of_gaps(
+    choice: int, before: Mapping[int, float], after: Mapping[int, float], near: float
+) -> float:
+    """The largest change, between log-probabilities by token, of how much less likely than `choice` another
+    token is that was at most `near` less likely. Tokens that `after` gives no probability do not count."""
+    found = 0.0
+    for token in before.keys() & after.keys() if choice in after else ():
+        gap, then = before[choice] - before[token], after[choice] - after[token]
+        if gap <= near and abs(then) < float("inf"):
+            found = max(found, abs(gap - then))
+    return found
 
 
 def follow(llm: Any, references: Sequence[Reference]) -> list[tuple[int, int, float]]:

@@ -162,7 +162,7 @@ def test_the_noise_is_the_one_of_plain_decoding() -> None:
     params = {"temperature": 1.0, "seed": 2**40 + 5, "max_tokens": 12, "logprobs": -1, "ignore_eos": True}
     request = Request("sampled", tuple(range(20, 31)), params)
     with harness.engine(harness.DEMO / "target", max_logprobs=-1) as llm:
-        found = Answer.of(churn_engines.ask(llm, request))
+        (found,) = churn_engines.ask(llm, [request])
     assert found.logprobs is not None and len(found.tokens) == 12
     assert any(
         token != max(s, key=s.__getitem__) for token, s in zip(found.tokens, found.logprobs, strict=True)

@@ -30,6 +30,7 @@ from bench_lib import kernels_attention, kernels_gdn, kernels_step, kernels_weav
 from bench_lib.kernels_common import Setting
 from bench_lib.shapes import SHAPES
 
+from tests.kernels import SHARED_MEMORY
 from vllm_weaver.kernels import (
     state_slots,
     traversal_rows,
@@ -41,8 +42,7 @@ from vllm_weaver.kernels import (
 from vllm_weaver.spec_decode.weaver import WeaverConfig, WeaverHead
 from vllm_weaver.spec_decode.weaver_growth import WeaverGrowth
 
-# Multiprocessors, and bytes of shared memory that a program may have: NVIDIA's documents.
-LIMITS = {90: (132, 227 << 10), 100: (148, 227 << 10), 120: (188, 99 << 10)}
+MULTIPROCESSORS = {90: 132, 100: 148, 120: 188}  # H200, B200, RTX PRO 6000
 CPU = torch.device("cpu")  # of the fake tensors: fakes of a GPU's cannot be written to without one
 SHAPE = SHAPES["27b"]
 
@@ -136,7 +136,8 @@ def compile_all(capability: int) -> dict[str, int]:
     """The most shared memory that a variant of each kernel asks for."""
     triton.runtime.driver.set_active(Driver(capability))
     torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
-    tree_attention.device_limits = lambda device: LIMITS[capability]
+    limits = MULTIPROCESSORS[capability], SHARED_MEMORY[capability]
+    tree_attention.device_limits = lambda device: limits
     FakeTensor.is_cuda = property(lambda tensor: True)
     shared: defaultdict[str, int] = defaultdict(int)
     run = jit.JITFunction.run

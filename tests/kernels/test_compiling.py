@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 import vllm_weaver.kernels
-
-# As in `compiling`, which must not be imported beside the interpreter.
-SHARED_MEMORY = {90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+from tests.kernels import SHARED_MEMORY
 
 
 def kernels() -> set[str]:

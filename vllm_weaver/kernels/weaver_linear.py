@@ -209,7 +209,7 @@ def _tiles(x: Tensor, weight: Tensor, num_rows: int, groups: int) -> tuple[int, 
     """Row tiles, and the keyword arguments that all three kernels share, for programs of 1 or 2 groups."""
     width = weight.shape[1]
     rows = min(32, 8 * triton.next_power_of_2(triton.cdiv(num_rows, 8)))
-    held = max(num_rows - HELD_ROWS, width - HELD_WIDTH, len(weight) - HELD_PROGRAMS * COLUMNS) <= 0
+    held = num_rows <= HELD_ROWS and width <= HELD_WIDTH and len(weight) <= HELD_PROGRAMS * COLUMNS
     if held:
         columns, stages, warps = COLUMNS // groups, 1, 8
         block_k = max(16, triton.next_power_of_2(width) // warps)
