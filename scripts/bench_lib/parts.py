@@ -17,7 +17,7 @@ _KINDS = (
         r"gdn|gated_delta|gating_delta|fused_recurrent|chunk_|causal_conv1d|_tree_conv|l2norm_fwd|solve_tril",
     ),
     ("attention", r"tree_attention|combine_kernel|flash|fmha|reshape_and_cache"),
-    ("pool", r"_select_logits|_finish_kernel"),
+    ("pool", r"_(groups|bound|collect|order)_kernel"),
     ("Weaver", r"weaver|frontier|_(project|qkv|path_attention|gate_up|scores|select|start)_kernel"),
     ("walk and commit", r"walk|argmax|kv_compact|gather_rows|store_trees|fill_step"),
     ("sampling", r"gumbel|sampl|temperature|topk|min_p"),

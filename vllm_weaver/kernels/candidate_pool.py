@@ -6,14 +6,21 @@
 Layout: logits [M, >= vocab_size] in; values fp32 [M, P] (−inf: no candidate), ids int64 [M, P] (−1: no
 candidate) and logsumexp fp32 [M] (over the finite logits; −inf if there are none) out.
 
-Every logit becomes a signed 32-bit key in the order of the values. A program holds a block of keys in
-registers and finds its P-th largest value bit by bit (one count a bit; 16 bits decide for bf16), keeps what
-is larger and the first ones that are equal, and passes them on in the order of their ids. One more program a
-row does the same with what the blocks kept (so that order among equals is still that of the ids) and puts
-every key into its place by counting those that go before it.
+Every logit becomes a signed 32-bit key in the order of the values. Four launches:
 
-Floor: reads the logits once; the keys passed on are 8·P bytes a block. Two launches. No full sort, no
-full-vocabulary copy of the logits in another type, and no softmax over the vocabulary is ever materialised.
+    groups    the largest key of every 32 logits that follow one another
+    bound     the P-th largest of these, found bit by bit (16 bits decide for bf16): P logits are not below it
+    collect   what is not below the bound, in any order; a block that has more than P of them passes its P
+              largest on, ties to the lower id
+    order     every key that was collected counts those that go before it, which is its place
+
+The bound leaves some P and a third of a row that is not sorted. In the worst case (the P largest in a few
+groups) P logits of every block are collected, and the last launch, quadratic in what it gets, is slow but
+right.
+
+Floor: reads the logits once; the second reading comes from L2. Group keys are 1/8 of a bf16 row. No full
+sort, no full-vocabulary copy of the logits in another type, and no softmax over the vocabulary is ever
+materialised.
 """
 
 from __future__ import annotations
@@ -29,7 +36,11 @@ from vllm_weaver.kernels.pdl import launch_options, take_turn
 _MAX_POOL = 1024
 _SMALLEST_BLOCK = 4096
 _LARGEST_BLOCK = 16384
-_FINAL_KEYS = 16384  # what the last program of a row should hold at most
+_BLOCK = 4096  # logits of a program
+_GROUP = 32
+_ORDERED = 64  # keys that a program puts into their places at once
+_RIVALS = 512
+_FINAL_KEYS = 8192  # what the last program of a row should hold at most
 _BITS = {torch.bfloat16: 16, torch.float16: 19}  # leading bits of the fp32 value that can differ; else 32
 _NONE = tl.constexpr(-(1 << 31))  # below the key of every finite logit
 
@@ -48,124 +59,156 @@ def candidate_pool_reference(
 
 
 @triton.jit
-def _largest(
-    keys,  # [BLOCK]
-    P,
-    BITS: tl.constexpr,
-):
-    """Which of the keys are the P largest, ties to the earlier ones, and the place of each among these."""
+def _threshold(keys, P, BITS: tl.constexpr):
+    """The P-th largest of the keys, or the lowest number where there are fewer, as far as BITS bits go."""
     threshold = tl.full((), -(1 << 31), tl.int32)
     for step in range(BITS):
         higher = threshold ^ (tl.full((), 1, tl.int32) << (31 - step))  # the order's bit, as 1 above 0
         enough = tl.sum((keys >= higher).to(tl.int32), axis=0) >= P
         threshold = tl.where(enough, higher, threshold)
-    threshold = threshold >> (32 - BITS)
-    leading = keys >> (32 - BITS)
-    above = leading > threshold
-    level = (leading == threshold) & (keys > _NONE)
-    # One scan counts both: those above (fewer than P <= 1024) in the low bits, those level in the others.
-    counts = tl.cumsum(above.to(tl.int32) + (level.to(tl.int32) << 12), axis=0)
-    spare = P - tl.sum(above.to(tl.int32), axis=0)
-    level_count = counts >> 12
-    kept = above | (level & (level_count <= spare))
-    place = (counts & 0xFFF) + tl.minimum(level_count, spare) - 1
-    return kept, place
+    return threshold
 
 
 @triton.jit
-def _select_logits_kernel(
+def _load_keys(logits_ptr, column, vocab_size):
+    """Values in fp32 and keys of the logits there; _NONE for what is no candidate."""
+    value = tl.load(logits_ptr + column, mask=column < vocab_size, other=float("-inf")).to(tl.float32)
+    value = tl.where(value == 0, 0.0, value)  # -0.0 and 0.0 are equal
+    bits = value.to(tl.int32, bitcast=True)
+    finite = tl.abs(value) < float("inf")  # false for NaN
+    return tl.where(finite, value, float("-inf")), tl.where(finite, bits ^ ((bits >> 31) & 0x7FFFFFFF), _NONE)
+
+
+@triton.jit
+def _groups_kernel(
     logits_ptr,  # [M, >= vocab_size]
-    keys_ptr,  # [M, S, P] out, then the lowest number
-    ids_ptr,  # [M, S, P] out, undefined beside the lowest number
+    group_keys_ptr,  # [M, S * BLOCK / GROUP] out
     max_ptr,  # [M, S] out, largest finite logit of the block
     sum_ptr,  # [M, S] out, sum of exp(logit - max) over the block
     logits_stride,
     vocab_size,
     S,
-    P,
-    BITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_P: tl.constexpr,  # a power of two >= P
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(logits_ptr + row * logits_stride + column, mask=column < vocab_size, other=float("-inf"))
-    value = value.to(tl.float32)
-    finite = tl.abs(value) < float("inf")  # false for NaN
+    GROUPS: tl.constexpr = BLOCK // GROUP
+    group = tl.arange(0, GROUPS)
+    column = block * BLOCK + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    value, keys = _load_keys(logits_ptr + row * logits_stride, column, vocab_size)
     at = row * S + block
-    top = tl.max(tl.where(finite, value, float("-inf")), axis=0)
+    tl.store(group_keys_ptr + at * GROUPS + group, tl.max(keys, axis=1))
+    top = tl.max(tl.max(value, axis=1), axis=0)
     top_or_zero = tl.where(top > float("-inf"), top, 0.0)
     tl.store(max_ptr + at, top)
-    tl.store(sum_ptr + at, tl.sum(tl.where(finite, tl.exp(value - top_or_zero), 0.0), axis=0))
-    value = tl.where(value == 0, 0.0, value)  # -0.0 and 0.0 are equal
-    bits = value.to(tl.int32, bitcast=True)
-    keys = tl.where(finite, bits ^ ((bits >> 31) & 0x7FFFFFFF), _NONE)
-    kept, place = _largest(keys, P, BITS)
-    tl.store(keys_ptr + at * P + place, keys, mask=kept)
-    tl.store(ids_ptr + at * P + place, column, mask=kept)
-    rest = tl.arange(0, BLOCK_P)
-    empty = (rest >= tl.sum(kept.to(tl.int32), axis=0)) & (rest < P)
-    tl.store(keys_ptr + at * P + rest, tl.full((BLOCK_P,), _NONE, tl.int32), mask=empty)
+    tl.store(sum_ptr + at, tl.sum(tl.sum(tl.exp(value - top_or_zero), axis=1), axis=0))
 
 
 @triton.jit
-def _finish_kernel(
-    keys_ptr,  # [M, S * P]
-    block_ids_ptr,  # [M, S * P]
-    kept_ptr,  # [M, 2, P] scratch: keys that are kept, and where they were
+def _bound_kernel(
+    group_keys_ptr,  # [M, G]
     max_ptr,  # [M, S]
     sum_ptr,  # [M, S]
-    values_ptr,  # [M, P] out
-    ids_ptr,  # [M, P] out
+    bound_ptr,  # [M] out
+    count_ptr,  # [M] out, zeros
     logsumexp_ptr,  # [M] out
+    G,
     S,
     P,
     BITS: tl.constexpr,
-    BLOCK: tl.constexpr,  # a power of two >= S * P
+    BLOCK: tl.constexpr,  # a power of two >= G
     BLOCK_S: tl.constexpr,  # a power of two >= S
-    BLOCK_P: tl.constexpr,  # a power of two >= P
-    CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    kept_ptr += row * 2 * P
-    keys = tl.load(keys_ptr + row * S * P + at, mask=at < S * P, other=_NONE)
-    kept, place = _largest(keys, P, BITS)
-    count = tl.sum(kept.to(tl.int32), axis=0)
-    tl.store(kept_ptr + place, keys, mask=kept)
-    tl.store(kept_ptr + P + place, at, mask=kept)
-    tl.debug_barrier()  # they are read back by other threads than wrote them
-    own = tl.arange(0, BLOCK_P)
-    found = own < count
-    key = tl.load(kept_ptr + own, mask=found, other=_NONE)
-    rank = tl.zeros((BLOCK_P,), dtype=tl.int32)
-    for start in range(0, P, CHUNK):
-        other = start + tl.arange(0, CHUNK)
-        rival = tl.load(kept_ptr + other, mask=other < count, other=_NONE)[:, None]
-        earlier = other[:, None] < own[None, :]
-        before = (rival > key[None, :]) | ((rival == key[None, :]) & earlier)
-        rank += tl.sum(before.to(tl.int32), axis=0)
-    source = tl.load(kept_ptr + P + own, mask=found, other=0)
-    token = tl.load(block_ids_ptr + row * S * P + source, mask=found, other=-1)
-    value = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    rank = tl.where(found, rank, own)
-    tl.store(values_ptr + row * P + rank, tl.where(found, value, float("-inf")), mask=own < P)
-    tl.store(ids_ptr + row * P + rank, token.to(tl.int64), mask=own < P)
-
+    keys = tl.load(group_keys_ptr + row * G + at, mask=at < G, other=_NONE)
+    tl.store(bound_ptr + row, _threshold(keys, P, BITS))
+    tl.store(count_ptr + row, 0)
     block = tl.arange(0, BLOCK_S)
     part = tl.load(max_ptr + row * S + block, mask=block < S, other=float("-inf"))
     top = tl.max(part, axis=0)
     top_or_zero = tl.where(top > float("-inf"), top, 0.0)
     total = tl.load(sum_ptr + row * S + block, mask=block < S, other=0.0)
     total = tl.sum(total * tl.exp(part - top_or_zero), axis=0)
-    tl.store(
-        logsumexp_ptr + row, tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
-    )
+    logsumexp = tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
+    tl.store(logsumexp_ptr + row, logsumexp)
+
+
+@triton.jit
+def _collect_kernel(
+    logits_ptr,  # [M, >= vocab_size]
+    bound_ptr,  # [M]
+    count_ptr,  # [M] in and out: keys collected so far
+    keys_ptr,  # [M, S * P] out
+    ids_ptr,  # [M, S * P] out
+    logits_stride,
+    vocab_size,
+    S,
+    P,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # Before the turn: the launches since the logits were written each took theirs.
+    _, keys = _load_keys(logits_ptr + row * logits_stride, column, vocab_size)
+    take_turn(PDL)
+    kept = (keys >= tl.load(bound_ptr + row)) & (keys > _NONE)
+    count = tl.sum(kept.to(tl.int32), axis=0)
+    if count > P:
+        leading = keys >> (32 - BITS)
+        threshold = _threshold(keys, P, BITS) >> (32 - BITS)
+        above = leading > threshold
+        level = (leading == threshold) & (keys > _NONE)
+        spare = P - tl.sum(above.to(tl.int32), axis=0)
+        kept = above | (level & (tl.cumsum(level.to(tl.int32), axis=0) <= spare))
+        count = tl.sum(kept.to(tl.int32), axis=0)
+    if count > 0:
+        place = tl.atomic_add(count_ptr + row, count) + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+        tl.store(keys_ptr + row * S * P + place, keys, mask=kept)
+        tl.store(ids_ptr + row * S * P + place, column, mask=kept)
+
+
+@triton.jit
+def _order_kernel(
+    keys_ptr,  # [M, S * P]
+    collected_ptr,  # [M, S * P] ids
+    count_ptr,  # [M]
+    values_ptr,  # [M, P] out
+    ids_ptr,  # [M, P] out
+    S,
+    P,
+    OWN: tl.constexpr,
+    RIVALS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    take_turn(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(count_ptr + row)
+    keys_ptr += row * S * P
+    collected_ptr += row * S * P
+    for start in range(tl.program_id(1) * OWN, tl.maximum(count, P), tl.num_programs(1) * OWN):
+        own = start + tl.arange(0, OWN)
+        found = own < count
+        key = tl.load(keys_ptr + own, mask=found, other=_NONE)
+        token = tl.load(collected_ptr + own, mask=found, other=-1)
+        rank = tl.zeros((OWN,), dtype=tl.int32)
+        for at in range(0, count, RIVALS):
+            other = at + tl.arange(0, RIVALS)
+            rival = tl.load(keys_ptr + other, mask=other < count, other=_NONE)[None, :]
+            rival_token = tl.load(collected_ptr + other, mask=other < count, other=-1)[None, :]
+            before = (rival > key[:, None]) | ((rival == key[:, None]) & (rival_token < token[:, None]))
+            rank += tl.sum(before.to(tl.int32), axis=1)
+        value = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        place = tl.where(found, rank, own)
+        tl.store(values_ptr + row * P + place, tl.where(found, value, float("-inf")), mask=place < P)
+        tl.store(ids_ptr + row * P + place, token.to(tl.int64), mask=place < P)
 
 
 def candidate_pool(
@@ -188,49 +231,44 @@ def candidate_pool(
     logsumexp = torch.empty(num_rows, dtype=torch.float32, device=device)
     if num_rows == 0:
         return values, ids, logsumexp
-    block_p = triton.next_power_of_2(pool_size)
-    block = triton.next_power_of_2(triton.cdiv(vocab_size * pool_size, _FINAL_KEYS))
-    block = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, 2 * block_p, block))
-    num_blocks = triton.cdiv(vocab_size, block)
-    final = triton.next_power_of_2(num_blocks * pool_size)
+    num_blocks = triton.cdiv(vocab_size, _BLOCK)
+    num_groups = num_blocks * (_BLOCK // _GROUP)
     bits = _BITS.get(logits.dtype, 32)
     largest = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
     sums = torch.empty_like(largest)
-    keys = torch.empty(num_rows, num_blocks, pool_size, dtype=torch.int32, device=device)
-    block_ids = torch.empty_like(keys)
-    _select_logits_kernel[(num_rows, num_blocks)](
-        logits,
-        keys,
-        block_ids,
-        largest,
-        sums,
-        logits.stride(0),
-        vocab_size,
-        num_blocks,
-        pool_size,
-        BITS=bits,
-        BLOCK=block,
-        BLOCK_P=block_p,
-        num_warps=min(32, block // 512),
-        **launch_options(logits),
+    group_keys = torch.empty(num_rows, num_groups, dtype=torch.int32, device=device)
+    bound, count = torch.empty(2, num_rows, dtype=torch.int32, device=device)
+    keys, collected = torch.empty(2, num_rows, num_blocks * pool_size, dtype=torch.int32, device=device)
+    source, launch = (logits.stride(0), vocab_size, num_blocks), launch_options(logits)
+    _groups_kernel[(num_rows, num_blocks)](
+        logits, group_keys, largest, sums, *source, BLOCK=_BLOCK, GROUP=_GROUP, num_warps=4, **launch
     )
-    _finish_kernel[(num_rows,)](
-        keys,
-        block_ids,
-        torch.empty(num_rows, 2, pool_size, dtype=torch.int32, device=device),
-        largest,
-        sums,
-        values,
-        ids,
-        logsumexp,
-        num_blocks,
-        pool_size,
+    _bound_kernel[(num_rows,)](
+        group_keys, largest, sums, bound, count, logsumexp, num_groups, num_blocks, pool_size,
         BITS=bits,
-        BLOCK=final,
+        BLOCK=triton.next_power_of_2(num_groups),
         BLOCK_S=triton.next_power_of_2(num_blocks),
-        BLOCK_P=block_p,
-        CHUNK=min(32, block_p),
-        num_warps=min(16, max(4, final // 1024)),
-        **launch_options(logits),
+        num_warps=8,
+        **launch,
+    )  # fmt: skip
+    _collect_kernel[(num_rows, num_blocks)](
+        logits,
+        bound,
+        count,
+        keys,
+        collected,
+        *source,
+        pool_size,
+        BITS=bits,
+        BLOCK=_BLOCK,
+        num_warps=8,
+        **launch,
     )
+    _order_kernel[(num_rows, triton.cdiv(2 * pool_size, _ORDERED))](
+        keys, collected, count, values, ids, num_blocks, pool_size,
+        OWN=_ORDERED,
+        RIVALS=min(_RIVALS, max(16, triton.next_power_of_2(pool_size))),
+        num_warps=8,
+        **launch,
+    )  # fmt: skip
     return values, ids, logsumexp
