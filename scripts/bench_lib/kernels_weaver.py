@@ -185,7 +185,8 @@ class Weavers:
             rows = select_nodes(growth, root, head.expand(growth, root, cache, values, ids), ids, width)
 
             def call(head=head, growth=growth, rows=rows, cache=cache, values=values, ids=ids) -> None:
-                select_nodes(growth, rows, head.expand(growth, rows, cache, values, ids), ids, width)
+                scores = head.expand(growth, rows, cache, values, ids)
+                select_nodes(growth, rows, scores, ids, width, early=True)
 
             calls.append(torch.no_grad()(call))
         return calls

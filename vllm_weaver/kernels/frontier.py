@@ -14,7 +14,9 @@ which are what the head reads next.
 
 Floor: a round reads 4·P bytes a new node and 4·8·N bytes a request and writes a few hundred. One program a
 request publishes and takes, so a round costs one launch; neither a heap nor a sorted frontier is
-materialised, 8 + W maxima over registers do."""
+materialised, 8 + W maxima over registers do. What the rounds before left, the W best entries of the frontier
+included, is read while the kernel that computes the scores still runs, and children become nodes out of
+registers: of a round's chain of loads, the scores and the ids of the 8 best are left."""
 
 from __future__ import annotations
 
@@ -30,7 +32,6 @@ from vllm_weaver.kernels.pdl import launch_options, take_turn
 
 CHILDREN = 8
 """Children that an expanded node publishes at most."""
-_SELECT_ELEMENTS = 4096  # candidates that a program holds at once
 
 
 @dataclass
@@ -248,85 +249,128 @@ def _select_kernel(
     width,
     CHILDREN: tl.constexpr,
     A: tl.constexpr,
-    ROWS: tl.constexpr,  # nodes published at once
+    ROWS: tl.constexpr,  # a power of two >= n
     BLOCK_P: tl.constexpr,  # a power of two >= P
     BLOCK: tl.constexpr,  # a power of two >= 8 * N
     BLOCK_WIDTH: tl.constexpr,  # a power of two >= width
+    EARLY: tl.constexpr,  # everything but scores may be read before the turn
     PDL: tl.constexpr,
 ):
-    take_turn(PDL)
+    if not EARLY:
+        take_turn(PDL)
     request = tl.program_id(0).to(tl.int64)
     nodes = request * N
     entries = nodes * CHILDREN
-    candidate = tl.arange(0, BLOCK_P)
-    child = tl.arange(0, CHILDREN)
     depth_limit = tl.load(depth_limit_ptr + request)
     first_slot = tl.load(num_nodes_ptr + request)
-    room = tl.minimum(tl.load(node_limit_ptr + request), N) - first_slot
-    for start in range(0, n, ROWS):
-        index = start + tl.arange(0, ROWS)
-        row = request * n + index
-        slot = tl.load(row_places_ptr + row, mask=index < n, other=-1) - D - 1
-        known = (slot >= 0) & (slot < N)
-        score = tl.load(
-            scores_ptr + row[:, None] * P + candidate[None, :],
-            mask=known[:, None] & (candidate < P)[None, :],
-            other=float("-inf"),
-        )
-        top = tl.max(score, axis=1)
-        score -= tl.where(top > float("-inf"), top, 0.0)[:, None]
-        total = tl.sum(tl.exp(score), axis=1)
-        score -= tl.log(tl.where(total > 0, total, 1.0))[:, None]
-        best = tl.full((ROWS, CHILDREN), float("-inf"), tl.float32)
-        chosen = tl.zeros((ROWS, CHILDREN), tl.int32)
-        for rank in tl.static_range(CHILDREN):
-            value, place = tl.max(score, axis=1, return_indices=True)
-            best = tl.where(child[None, :] == rank, value[:, None], best)
-            chosen = tl.where(child[None, :] == rank, place[:, None], chosen)
-            score = tl.where(candidate[None, :] == place[:, None], float("-inf"), score)
-        open_ = known & (tl.load(depths_ptr + nodes + slot, mask=known, other=0) < depth_limit)
-        best += tl.load(logprobs_ptr + nodes + slot, mask=known, other=float("-inf"))[:, None]
-        best = tl.where(open_[:, None], best, float("-inf"))
-        pool = request * D + tl.load(row_positions_ptr + row, mask=known, other=1) - 1
-        found = best > float("-inf")
-        token = tl.load(pool_ids_ptr + pool[:, None] * P + chosen, mask=found, other=-1)
-        entry = entries + slot[:, None] * CHILDREN + child[None, :]
-        tl.store(frontier_scores_ptr + entry, best, mask=known[:, None])
-        tl.store(frontier_tokens_ptr + entry, token.to(tl.int32), mask=found)
-    tl.debug_barrier()  # the frontier is read back with other threads than wrote it
-
-    at = tl.arange(0, BLOCK)
-    scores = tl.load(frontier_scores_ptr + entries + at, mask=at < N * CHILDREN, other=float("-inf"))
-    place = tl.arange(0, BLOCK_WIDTH)
-    score = tl.full((BLOCK_WIDTH,), float("-inf"), tl.float32)
-    entry = tl.zeros((BLOCK_WIDTH,), tl.int32)
-    for turn in range(width):
-        value, where = tl.max(scores, axis=0, return_indices=True)
-        score = tl.where(place == turn, value, score)
-        entry = tl.where(place == turn, where, entry)
-        scores = tl.where(at == where, float("-inf"), scores)
-    taken = (score > float("-inf")) & (place < room)
-    parent = entry // CHILDREN
-    slot = first_slot + place
-    token = tl.load(frontier_tokens_ptr + entries + entry, mask=taken, other=0)
-    depth = tl.load(depths_ptr + nodes + parent, mask=taken, other=-1) + 1
+    room = tl.minimum(tl.minimum(tl.load(node_limit_ptr + request), N) - first_slot, width)
     step = tl.arange(0, A)
-    path = tl.load(paths_ptr + (nodes + parent)[:, None] * A + step[None, :], mask=taken[:, None], other=-1)
-    path = tl.where(step[None, :] == depth[:, None], (slot + D + 1)[:, None], path)
-    tl.store(paths_ptr + (nodes + slot)[:, None] * A + step[None, :], path, mask=taken[:, None])
-    tl.store(tokens_ptr + nodes + slot, token.to(tl.int64), mask=taken)
-    tl.store(parents_ptr + nodes + slot, parent, mask=taken)
-    tl.store(depths_ptr + nodes + slot, depth, mask=taken)
-    tl.store(logprobs_ptr + nodes + slot, score, mask=taken)
-    tl.store(
-        frontier_scores_ptr + entries + entry, tl.full((BLOCK_WIDTH,), float("-inf"), tl.float32), mask=taken
+    child = tl.arange(0, CHILDREN)
+
+    # The round's nodes.
+    index = tl.arange(0, ROWS)
+    row = request * n + index
+    slot = tl.load(row_places_ptr + row, mask=index < n, other=-1) - D - 1
+    known = (slot >= 0) & (slot < N)
+    depth = tl.load(depths_ptr + nodes + slot, mask=known, other=0)
+    above = tl.load(logprobs_ptr + nodes + slot, mask=known & (depth < depth_limit), other=float("-inf"))
+    pool = request * D + tl.load(row_positions_ptr + row, mask=known, other=1) - 1
+    path = tl.load(paths_ptr + (nodes + slot)[:, None] * A + step[None, :], mask=known[:, None], other=-1)
+
+    # The best entries of the frontier without their children, and the nodes that these would become.
+    at = tl.arange(0, BLOCK)
+    waiting = tl.load(frontier_scores_ptr + entries + at, mask=at < N * CHILDREN, other=float("-inf"))
+    place = tl.arange(0, BLOCK_WIDTH)
+    old_score = tl.full((BLOCK_WIDTH,), float("-inf"), tl.float32)
+    old_entry = tl.zeros((BLOCK_WIDTH,), tl.int32)
+    for turn in range(width):
+        value, where = tl.max(waiting, axis=0, return_indices=True)
+        old_score = tl.where(place == turn, value, old_score)
+        old_entry = tl.where(place == turn, where, old_entry)
+        waiting = tl.where(at == where, float("-inf"), waiting)
+    old_found = old_score > float("-inf")
+    old_parent = old_entry // CHILDREN
+    old_token = tl.load(frontier_tokens_ptr + entries + old_entry, mask=old_found, other=0)
+    old_depth = tl.load(depths_ptr + nodes + old_parent, mask=old_found, other=-1) + 1
+    old_line = (nodes + old_parent)[:, None] * A + step[None, :]
+    old_path = tl.load(paths_ptr + old_line, mask=old_found[:, None], other=-1)
+
+    if EARLY:
+        take_turn(PDL)
+    candidate = tl.arange(0, BLOCK_P)
+    score = tl.load(
+        scores_ptr + row[:, None] * P + candidate[None, :],
+        mask=known[:, None] & (candidate < P)[None, :],
+        other=float("-inf"),
     )
-    tl.store(num_nodes_ptr + request, first_slot + tl.sum(taken.to(tl.int32), axis=0))
+    top = tl.max(score, axis=1)
+    score -= tl.where(top > float("-inf"), top, 0.0)[:, None]
+    total = tl.sum(tl.exp(score), axis=1)
+    score -= tl.log(tl.where(total > 0, total, 1.0))[:, None]
+    best = tl.full((ROWS, CHILDREN), float("-inf"), tl.float32)
+    chosen = tl.zeros((ROWS, CHILDREN), tl.int32)
+    for rank in tl.static_range(CHILDREN):
+        value, found_at = tl.max(score, axis=1, return_indices=True)
+        best = tl.where(child[None, :] == rank, value[:, None], best)
+        chosen = tl.where(child[None, :] == rank, found_at[:, None], chosen)
+        score = tl.where(candidate[None, :] == found_at[:, None], float("-inf"), score)
+    best += above[:, None]
+    found = best > float("-inf")
+    token = tl.load(pool_ids_ptr + pool[:, None] * P + chosen, mask=found, other=-1).to(tl.int32)
+
+    # Everyone counts who goes before: higher scores, and of equal ones the lower entries, which the old are.
+    line = tl.reshape(best, (ROWS * CHILDREN,))
+    order = tl.arange(0, ROWS * CHILDREN)
+    earlier = (line[None, :] == line[:, None]) & (order[None, :] < order[:, None])
+    before = ((line[None, :] > line[:, None]) | earlier).to(tl.int32)
+    turn_new = tl.sum(before, axis=1) + tl.sum((old_score[None, :] >= line[:, None]).to(tl.int32), axis=1)
+    turn_new = tl.reshape(turn_new, (ROWS, CHILDREN))
+    turn_old = place + tl.sum((line[None, :] > old_score[:, None]).to(tl.int32), axis=1)
+    new_taken = found & (turn_new < room)
+    old_taken = old_found & (turn_old < room)
+    num_taken = tl.sum(old_taken.to(tl.int32), axis=0)
+    num_taken += tl.sum(tl.sum(new_taken.to(tl.int32), axis=1), axis=0)
+
+    entry = entries + slot[:, None] * CHILDREN + child[None, :]
+    tl.store(frontier_scores_ptr + entry, tl.where(new_taken, float("-inf"), best), mask=known[:, None])
+    tl.store(frontier_tokens_ptr + entry, token, mask=found)
+    spent = tl.full((BLOCK_WIDTH,), float("-inf"), tl.float32)
+    tl.store(frontier_scores_ptr + entries + old_entry, spent, mask=old_taken)
+
+    next_slot = first_slot + turn_old
+    node = nodes + next_slot
+    tl.store(tokens_ptr + node, old_token.to(tl.int64), mask=old_taken)
+    tl.store(parents_ptr + node, old_parent, mask=old_taken)
+    tl.store(depths_ptr + node, old_depth, mask=old_taken)
+    tl.store(logprobs_ptr + node, old_score, mask=old_taken)
+    old_path = tl.where(step[None, :] == old_depth[:, None], (next_slot + D + 1)[:, None], old_path)
+    tl.store(paths_ptr + node[:, None] * A + step[None, :], old_path, mask=old_taken[:, None])
+    out = request * width + turn_old
+    tl.store(next_tokens_ptr + out, old_token, mask=old_taken)
+    tl.store(next_positions_ptr + out, tl.minimum(old_depth, D - 1) + 1, mask=old_taken)
+    tl.store(next_places_ptr + out, next_slot + D + 1, mask=old_taken)
+
+    new_depth = depth[:, None] + 1 + tl.zeros((ROWS, CHILDREN), tl.int32)
+    next_slot = first_slot + turn_new
+    node = nodes + next_slot
+    tl.store(tokens_ptr + node, token.to(tl.int64), mask=new_taken)
+    tl.store(parents_ptr + node, slot[:, None] + tl.zeros((ROWS, CHILDREN), tl.int32), mask=new_taken)
+    tl.store(depths_ptr + node, new_depth, mask=new_taken)
+    tl.store(logprobs_ptr + node, best, mask=new_taken)
+    own = step[None, None, :] == new_depth[:, :, None]
+    new_path = tl.where(own, (next_slot + D + 1)[:, :, None], path[:, None, :])
+    tl.store(paths_ptr + node[:, :, None] * A + step[None, None, :], new_path, mask=new_taken[:, :, None])
+    out = request * width + turn_new
+    tl.store(next_tokens_ptr + out, token, mask=new_taken)
+    tl.store(next_positions_ptr + out, tl.minimum(new_depth, D - 1) + 1, mask=new_taken)
+    tl.store(next_places_ptr + out, next_slot + D + 1, mask=new_taken)
+
+    tl.store(num_nodes_ptr + request, first_slot + num_taken)
     out = request * width + place
-    inside = place < width
-    tl.store(next_tokens_ptr + out, token, mask=inside)
-    tl.store(next_positions_ptr + out, tl.where(taken, tl.minimum(depth, D - 1) + 1, 1), mask=inside)
-    tl.store(next_places_ptr + out, tl.where(taken, slot + D + 1, -1), mask=inside)
+    empty = (place >= num_taken) & (place < width)
+    tl.store(next_tokens_ptr + out, tl.zeros((BLOCK_WIDTH,), tl.int32), mask=empty)
+    tl.store(next_positions_ptr + out, tl.full((BLOCK_WIDTH,), 1, tl.int32), mask=empty)
+    tl.store(next_places_ptr + out, tl.full((BLOCK_WIDTH,), -1, tl.int32), mask=empty)
 
 
 def start_growth(
@@ -394,11 +438,14 @@ def start_growth(
     return growth, rows
 
 
-def select_nodes(growth: Growth, rows: Rows, scores: Tensor, pool_ids: Tensor, width: int) -> Rows:
+def select_nodes(
+    growth: Growth, rows: Rows, scores: Tensor, pool_ids: Tensor, width: int, *, early: bool = False
+) -> Rows:
     """Publishes the children of `rows` and takes the `width` best entries as nodes; returns these as rows.
 
     scores fp32 [R, n, P]: −inf for no candidate, never NaN; pool_ids int64 [R, D, P]. Rows without a node
-    publish nothing. A request takes fewer when its frontier runs dry or it reaches its node limit."""
+    publish nothing. A request takes fewer when its frontier runs dry or it reaches its node limit. early:
+    all but the scores was complete before the launch before this one (see `pdl`)."""
     num_requests, num_slots = growth.tokens.shape
     num_rows, device = rows.places.shape[1], growth.tokens.device
     pool_size = pool_ids.shape[2]
@@ -408,7 +455,8 @@ def select_nodes(growth: Growth, rows: Rows, scores: Tensor, pool_ids: Tensor, w
         raise ValueError("scores and pool_ids must be contiguous")
     taken = Rows.empty(num_requests, width, device)
     block_p = triton.next_power_of_2(pool_size)
-    block_rows = min(triton.next_power_of_2(num_rows), max(1, _SELECT_ELEMENTS // block_p))
+    block_rows = triton.next_power_of_2(num_rows)
+    elements = block_rows * block_p
     _select_kernel[(num_requests,)](
         scores,
         pool_ids,
@@ -438,7 +486,8 @@ def select_nodes(growth: Growth, rows: Rows, scores: Tensor, pool_ids: Tensor, w
         BLOCK_P=block_p,
         BLOCK=triton.next_power_of_2(CHILDREN * num_slots),
         BLOCK_WIDTH=triton.next_power_of_2(width),
-        num_warps=4 if block_rows * block_p <= 1024 else 8,
+        EARLY=early,
+        num_warps=4 if elements <= 1024 else 8 if elements <= 4096 else 16,
         **launch_options(scores),
     )
     return taken

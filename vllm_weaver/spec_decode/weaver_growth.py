@@ -166,5 +166,5 @@ class WeaverGrowth:
         growth, rows = start_growth(roots, budget + 1, depth, vocab_size, max_depth, max_nodes)
         for _ in range(rounds):
             scores = self.expand(growth, rows, cache, pool_values, pool_ids)
-            rows = select_nodes(growth, rows, scores, pool_ids, width)
+            rows = select_nodes(growth, rows, scores, pool_ids, width, early=True)
         return growth
