@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_weaver.kernels.pdl import let_next_start
 from vllm_weaver.kernels.tree_conv import conv_tile
 
 NODES = 16
@@ -73,7 +74,9 @@ def gdn_prepare_kernel(
     WORDS: tl.constexpr,  # mask words of a node
     BLOCK_N: tl.constexpr,  # NODES
     BLOCK_D: tl.constexpr,  # a power of two >= K and V
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)  # nothing is to be waited for: this launch is an ordinary one
     unit, tile, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)  # unit: q heads, k heads, v heads
     n = tl.load(num_nodes_ptr + r)
     first = tl.load(query_start_loc_ptr + r).to(tl.int64)

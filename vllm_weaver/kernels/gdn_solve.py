@@ -172,6 +172,7 @@ def gdn_solve_kernel(
     PULL: tl.constexpr,  # solved nodes whose contributions are taken at a time
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    AHEAD: tl.constexpr,  # what needs no L or A of the launch before, which takes its turn, runs beside it
     PDL: tl.constexpr,
 ):
     v_tile, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -204,7 +205,8 @@ def gdn_solve_kernel(
         mask=(dim_k < tl.where(has_state, K, 0))[:, None] & mask_v[None, :],
         other=0.0,
     ).to(tl.float32)
-    take_turn(PDL)  # the state is not another launch's work
+    if not AHEAD:
+        take_turn(PDL)  # the state is not another launch's work
 
     # The root, one step of the recurrence. Of an invalid root k, v and q are zero.
     at_root = first * KEY_HEADS + key_head
@@ -239,9 +241,6 @@ def gdn_solve_kernel(
         # Never above 1 below a root; an invalid node has c = 0 and takes no part.
         from_root = tl.exp(tl.minimum(tl.load(c_ptr + at_value, mask=in_tree, other=0.0) - c_root, 0.0))
         beta = tl.load(beta_ptr + at_value, mask=in_tree, other=0.0)
-        own = i[:, None] * PITCH + (tile * TILE + in_tile)[None, :]
-        inverse = tl.load(lower_ptr + own, mask=in_tree[:, None], other=0.0)
-        own_attend = tl.load(attend_ptr + own, mask=in_tree[:, None], other=0.0)
         if PARTS > 0:
             key_state = dot_parts(keys, parts, 3)  # the state keeps what comes of it
             query_state = dot_parts(queries, parts, PARTS)
@@ -251,6 +250,11 @@ def gdn_solve_kernel(
         rhs = beta[:, None] * (values.to(tl.float32) - (from_root * k_scale)[:, None] * key_state)
         output = (from_root * q_scale)[:, None] * query_state
 
+        if AHEAD:
+            take_turn(PDL)  # returns at once after the first tile
+        own = i[:, None] * PITCH + (tile * TILE + in_tile)[None, :]
+        inverse = tl.load(lower_ptr + own, mask=in_tree[:, None], other=0.0)
+        own_attend = tl.load(attend_ptr + own, mask=in_tree[:, None], other=0.0)
         for at in range(0, tile * TILE, PULL):
             j = at + tl.arange(0, PULL)
             solved = j < tile * TILE
@@ -276,6 +280,8 @@ def gdn_solve_kernel(
         )
         tl.debug_barrier()  # later tiles read u back
 
+    if AHEAD:
+        take_turn(PDL)  # a root alone has not waited yet
     for tile in range(num_tiles, tl.cdiv(length - 1, TILE)):
         i = 1 + tile * TILE + in_tile
         tl.store(

@@ -45,7 +45,7 @@ from vllm_weaver.kernels.gdn_buffers import (
 from vllm_weaver.kernels.gdn_dots import Precision, dot_options
 from vllm_weaver.kernels.gdn_prepare import NODES, gdn_prepare_kernel
 from vllm_weaver.kernels.gdn_solve import gdn_pairs_kernel, gdn_solve_kernel
-from vllm_weaver.kernels.pdl import launch_options
+from vllm_weaver.kernels.pdl import has_pdl, launch_options
 from vllm_weaver.kernels.tree_conv import Activation, expect_conv_state, tree_conv_reference
 
 _NORM_EPS = 1e-6
@@ -54,7 +54,8 @@ _NORM_EPS = 1e-6
 @dataclass(frozen=True)
 class GdnTuning:
     """How the launches are cut. `tile`: nodes that are solved at a time, 16 or 32; `pull`: solved nodes whose
-    contributions are taken at a time.
+    contributions are taken at a time; `ahead`: whether launches begin before the ones that they depend on are
+    done.
 
     Triton lays the warps of dependent products along the longer side of a block: where that is shorter than
     16 rows or 8 columns a warp, warps repeat each other's work (tile 32 by block_v 32 with 4 warps does).
@@ -67,12 +68,17 @@ class GdnTuning:
     pair_warps: int = 1
     solve_warps: int = 2
     stages: int = 2
+    ahead: bool = True
     precision: Precision = "bf16x3"
 
     @classmethod
     def for_slots(cls, slots: int) -> GdnTuning:
         """The fastest cut on an H200 for trees of up to `slots` nodes."""
-        return cls(tile=16 if slots <= 33 else 32, block_v=32)
+        if slots <= 17:
+            return cls(tile=16, block_v=32)
+        if slots <= 65:
+            return cls(tile=32, block_v=32, pair_warps=4)
+        return cls(tile=32, block_v=32, ahead=False)
 
 
 def gdn_tree_verify_reference(
@@ -267,6 +273,7 @@ def gdn_tree_verify(
         WORDS=words,
         BLOCK_N=NODES,
         BLOCK_D=triton.next_power_of_2(max(shape.k_dim, shape.v_dim)),
+        PDL=cut.ahead and has_pdl(x),
         num_warps=cut.prepare_warps,
     )  # fmt: skip
     gdn_pairs_kernel[(shape.heads, tiles * (tiles + 1) // 2, requests)](
@@ -281,6 +288,7 @@ def gdn_tree_verify(
         V=shape.v_dim,
         PULL=cut.pull,
         BLOCK_V=block_v,
+        AHEAD=cut.ahead,
         num_warps=cut.solve_warps,
         num_stages=cut.stages,
     )  # fmt: skip
