@@ -9,6 +9,7 @@ for hybrid models and of the one for attention-only models. vLLM calls, in this 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_weaver.config import settings_of
 from vllm_weaver.spec_decode import attention, gdn
+from vllm_weaver.spec_decode.blas import prefer_cublaslt
 from vllm_weaver.spec_decode.metrics import reason_masks
 from vllm_weaver.spec_decode.sampler import TreeVerifier
 from vllm_weaver.spec_decode.state_slots import StateSlots
@@ -77,6 +79,7 @@ class TreeStateMixin:
             if not getattr(layer, "is_draft_layer", False)
         }
         self.gdn_layers: dict[str, Any] = dict(get_layers_from_vllm_config(vllm_config, MambaBase))
+        prefer_cublaslt(model, self.step)
         attention.install(self.attention_layers)
         recurrent, dtype = list(self.gdn_layers.values()), self.dtype  # type: ignore[attr-defined]
         rows = min(max_num_reqs * (settings.budget + 1), max_num_tokens)
@@ -129,7 +132,12 @@ class TreeStateMixin:
         for_capture: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """vLLM's metadata, with the step's trees attached to every target layer."""
+        """vLLM's metadata, with the step's trees attached to every target layer.
+
+        A step that replays a whole graph of trees reads the step's buffers, block tables and lengths, which
+        stay where they are, and nothing of vLLM's metadata: none is built then, which would be some 30
+        launches.
+        """
         dummy = not input_batch.prefill_len_np.any()  # no real request has an empty prompt
         req_states = None if dummy else self._req_states
         is_tree = self.step.begin(input_batch, req_states, self.trees, self._chain_reasons(input_batch))
@@ -139,16 +147,21 @@ class TreeStateMixin:
             input_batch.prefill_runs_as_decode_np = input_batch.prefill_runs_as_decode_np | (
                 is_tree & input_batch.is_prefilling_np
             )
-        metadata = super().prepare_attn(  # type: ignore[misc]
-            input_batch,
-            cudagraph_mode,
-            block_tables,
-            slot_mappings,
-            attn_groups,
-            kv_cache_config,
-            for_capture,
-            **kwargs,
-        )
+        if cudagraph_mode == CUDAGraphMode.FULL and self.step.all_trees and not for_capture:
+            metadata: dict[str, Any] = {
+                name: SimpleNamespace() for name in self.attention_layers.keys() | self.gdn_layers.keys()
+            }
+        else:
+            metadata = super().prepare_attn(  # type: ignore[misc]
+                input_batch,
+                cudagraph_mode,
+                block_tables,
+                slot_mappings,
+                attn_groups,
+                kv_cache_config,
+                for_capture,
+                **kwargs,
+            )
         self._captured |= for_capture
         if self._slots is not None:
             self._slots.locate(input_batch.seq_lens, input_batch.num_reqs)

@@ -40,7 +40,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_weaver.config import TreeVerify
 from vllm_weaver.kernels.gather_rows import gather_rows
-from vllm_weaver.kernels.greedy_walk import Walk, greedy_walk
+from vllm_weaver.kernels.greedy_walk import Walk, greedy_walk, row_argmax
 from vllm_weaver.kernels.traversal_rows import bonus_rows, place_bonus, row_statistics
 from vllm_weaver.kernels.traversal_walk import traversal_walk
 from vllm_weaver.kernels.walk_record import record_walks
@@ -153,8 +153,14 @@ class TreeVerifier(RejectionSampler):
         logprobs_dims = sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         row_starts = input_batch.cu_num_logits[: step.num_reqs + 1]
         tokens = self._usable_tokens(row_starts, invalid_drafts)
-        some_sampled = sampler.sampling_states.temperature.np[input_batch.idx_mapping_np].any()
-        if self.tree_verify == "traversal" and some_sampled:
+        requests = input_batch.idx_mapping_np
+        if not sampler.sampling_states.temperature.np[requests].any():
+            # vLLM's sampler gets the same tokens out of its noise kernel, in three times as long.
+            processed = logits
+            if sampler.needs_logits_processing[requests].any():
+                processed = sampler.apply_sampling_params(*self._rows_to_sample(logits, input_batch))
+            chosen = row_argmax(processed)
+        elif self.tree_verify == "traversal":
             chosen, processed = self._choose_by_traversal(logits, input_batch, row_starts, tokens)
         else:
             chosen, processed = sampler.sample(

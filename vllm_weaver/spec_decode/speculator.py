@@ -73,6 +73,7 @@ class DFlashTfmSpeculator(DFlashSpeculator):
         self._anchor = torch.zeros(
             self.max_num_reqs, vllm_config.model_config.get_hidden_size(), dtype=self.dtype, device=device
         )
+        self._block_rows = torch.arange(self.num_query_per_req, device=device)
         self._tree_state: TreeStateMixin | None = None
         self.proposer: TreeProposer
 
@@ -140,14 +141,16 @@ class DFlashTfmSpeculator(DFlashSpeculator):
     ) -> None:
         depth, queries = self.settings.depth, self.num_query_per_req
         block = slice(0, num_reqs * queries)
-        root_positions = self.input_buffers.positions[block].view(num_reqs, queries)[:, 0].clone()
         # The number of further positions that exist: rows past it have no slot of their own (vLLM would give
         # them one of the request's last block), and no node may stand there.
+        root_positions = self.input_buffers.positions[block].view(num_reqs, queries)[:, 0]
         room = (self.max_model_len - 1 - root_positions).clamp(min=0)
         if slot_mappings is not None:
-            beyond = torch.arange(queries, device=self.device) > room[:, None]
-            for mapping in {id(m): m for m in slot_mappings.values()}.values():
-                mapping[block].masked_fill_(beyond.flatten(), PAD_SLOT_ID)
+            beyond = (self._block_rows > room[:, None]).flatten()
+            # A group of layers shares one mapping; the target's groups play no part here.
+            mappings = (slot_mappings[name] for name in self.draft_attn_layer_names)
+            for mapping in {mapping.data_ptr(): mapping for mapping in mappings}.values():
+                mapping[block].masked_fill_(beyond, PAD_SLOT_ID)
         hidden = self._run_model(
             num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode
         )
