@@ -27,11 +27,11 @@ from bench_lib.provenance import BenchmarkError, provenance, say, table, write_j
 @torch.no_grad()
 def measure_all(names: set[str], quick: bool) -> dict[str, Any]:
     """The report as a dictionary; `results` holds a list of `Result`."""
-    from bench_lib import kernels_attention, kernels_gdn, kernels_step, kernels_weaver
+    from bench_lib import kernels_accept, kernels_attention, kernels_gdn, kernels_step, kernels_weaver
     from bench_lib.kernels_common import Setting, measure, measure_ceilings
     from bench_lib.shapes import SHAPES
 
-    families = (kernels_gdn, kernels_attention, kernels_weaver, kernels_step)
+    families = (kernels_gdn, kernels_attention, kernels_weaver, kernels_step, kernels_accept)
     known = [name for family in families for name in family.NAMES]
     if names - set(known):
         raise BenchmarkError(

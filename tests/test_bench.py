@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))  # as f
 
 import bench_step
 from bench_lib import (
+    kernels_accept,
     kernels_attention,
     kernels_common,
     kernels_floor,
@@ -34,7 +35,7 @@ from vllm_weaver.kernels.gdn_buffers import GdnShape
 from vllm_weaver.spec_decode.weaver import WeaverConfig, WeaverHead
 
 ROOT = Path(__file__).resolve().parents[1]
-FAMILIES = (kernels_gdn, kernels_attention, kernels_weaver, kernels_step)
+FAMILIES = (kernels_gdn, kernels_attention, kernels_weaver, kernels_step, kernels_accept)
 NAMES = [(family, name) for family in FAMILIES for name in family.NAMES]
 NO_VLLM = "none: ImportError: no module named vllm"
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU the interpreter is off")

@@ -143,3 +143,28 @@ def fill_step(nodes: int, requests: int) -> Work:
 def store_trees(nodes: int, requests: int) -> Work:
     """Trees with log-probabilities read and written, draft tokens written."""
     return Work(requests * nodes * (2 * 20 + 8))
+
+
+def row_statistics(rows: int, vocab: int) -> Work:
+    """The logits, in fp32, read once; three numbers a row written."""
+    return Work(rows * (4 * vocab + 16))
+
+
+def traversal_walk(nodes: int, requests: int) -> Work:
+    """Trees, log-probabilities and the logits of their tokens read; a list of tokens written."""
+    return Work(requests * nodes * (16 + 4 + 4 + 8))
+
+
+def bonus_rows(requests: int, vocab: int) -> Work:
+    """A row of fp32 logits a request, read and written."""
+    return Work(2 * 4 * requests * vocab)
+
+
+def walk_record(nodes: int, requests: int) -> Work:
+    """Paths and parents read; two numbers a request and the totals written."""
+    return Work(requests * (8 * nodes + 8 + 8) + 32)
+
+
+def state_slots(groups: int, requests: int) -> Work:
+    """Two block ids a group and request read and written; lengths, paths and columns of every request."""
+    return Work(requests * (2 * 8 * groups + 40))

@@ -125,6 +125,28 @@ def test_prefix_hits_on_a_hybrid() -> None:
     assert counters["vllm:prefix_cache_hits"] >= 512
 
 
+def test_traversal_in_graphs() -> None:
+    """Greedy requests give plain decoding's text; sampled ones between them the same text for the same seed."""
+    from vllm import SamplingParams
+
+    plain = references("auto", 8, 128)
+    prompts = [{"prompt_token_ids": list(reference.prompt)} for reference in plain]
+    common = {"max_tokens": 128, "ignore_eos": True, "detokenize": False}
+    sampling = [SamplingParams(temperature=0.8 * (i % 2), seed=i, **common) for i in range(len(plain))]
+    with engine("graphs", max_model_len=2048, **harness.trees(16, tree_verify="traversal")) as llm:
+        runs = [
+            [output.outputs[0] for output in llm.generate(prompts, sampling, use_tqdm=False)]
+            for _ in range(2)
+        ]
+        runner = harness.runner(llm)
+        stats = runner.model_state.step.stats.read()
+    assert stats["accepted"] > 100 and stats["branching_paths"] > 10, stats
+    assert min(runner.replays.values()) > 0.5 * stats["verifies"] / len(plain)
+    harness.assert_identical(plain[::2], runs[0][::2])
+    first, second = ([list(output.token_ids) for output in run[1::2]] for run in runs)
+    assert first == second
+
+
 def test_a_steady_step_does_not_wait_for_the_device() -> None:
     """torch raises at any operation that synchronises, in every step but the first ones of a run."""
     plain = references("auto", 8, 128)
