@@ -126,7 +126,7 @@ def test_prefix_hits_on_a_hybrid() -> None:
 
 
 def test_traversal_in_graphs() -> None:
-    """Greedy requests give plain decoding's text; sampled ones between them the same text for the same seed."""
+    """Greedy requests give plain decoding's text; sampled ones between them repeat theirs by seed."""
     from vllm import SamplingParams
 
     plain = references("auto", 8, 128)
