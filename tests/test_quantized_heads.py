@@ -59,6 +59,8 @@ def emulated(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def _process_gptq_weights_w4a16(self, layer: Any) -> None:
             pass
 
+        _process_gptq_weights_w4a8 = _process_gptq_weights_w4a16  # where the CPU has AMX
+
         def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
             packed, scale, zero = self._get_weight_params(layer)
             codes = unpack_quantized_values_into_int32(packed, self.config.weight_type, 0)

@@ -17,7 +17,7 @@ from tests.e2e import churn_engines, harness, oracle
 from tests.e2e.test_life import ALIGNED, BLOCK
 
 TOKENS = 80
-ENDS = {244: [BLOCK], 500: [2 * BLOCK]}  # by prompt length: the ends of blocks that the answers pass
+ENDS = {n * BLOCK - 12: [n * BLOCK] for n in (1, 2)}  # by prompt length: ends of blocks that answers pass
 
 
 @dataclass
@@ -84,7 +84,7 @@ def run(known: list[harness.Reference], asynchronous: bool) -> tuple[Seen, list[
                 return oracle.second_child(continuation[:depth], budget, vocab)
 
             oracle.install(runner, known, [siblings])
-        text = [token for prompt in harness.demo_prompts(llm.get_tokenizer()) for token in prompt]
+        text = [token for prompt in harness.demo_prompts(llm.get_tokenizer()) for token in prompt] * 2
         prompts = [text[30 * i : 30 * i + length] for i, length in enumerate(ENDS)]
         seen = watch(runner)
         outputs = harness.greedy(llm, prompts, TOKENS)

