@@ -33,6 +33,7 @@ MENDS = {
     "model-inspection": "vLLM inspects a model class in a fresh process, which would lack these mends",
     "fork": "vLLM's CPU platform spawns the engine process, which would lack these mends",
     "greedy-sampling": "the Gumbel kernel, 40 % of a step there, is an argmax for greedy requests",
+    "single-row-convolution": "a prompt's last row, alone in a step, is refused on CPUs with AMX",
     "top-k-top-p": "the Triton kernel takes minutes in the interpreter; vLLM has the same in PyTorch",
 }
 _applied: list[str] = []
@@ -76,6 +77,7 @@ def prepare() -> None:
     _on_import("vllm.v1.sample.ops.topk_topp_sampler", after=_top_k_top_p)
     _on_import("vllm.v1.worker.gpu.sample.sampler", after=_greedy_sampling)
     _on_import("vllm.model_executor.models.registry", after=_model_inspection)
+    _on_import("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention", after=_single_row_convolution)
     if method == "fork":
         _on_import("vllm.utils.system_utils", after=_fork)
 
@@ -316,6 +318,20 @@ def _greedy_sampling(module: ModuleType) -> None:
 
     module.gumbel_sample = gumbel_sample  # type: ignore[attr-defined]
     _note("greedy-sampling")
+
+
+def _single_row_convolution(module: ModuleType) -> None:
+    import torch
+
+    convolve = module._causal_conv1d_fwd_cpu
+
+    def causal_conv1d_fwd_cpu(*, x: Any, **kwargs: Any) -> Any:
+        if x.shape[1] == 1:  # a view of a row counts as contiguous, wherever the next row would be
+            x = x.transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)
+        return convolve(x=x, **kwargs)
+
+    module._causal_conv1d_fwd_cpu = causal_conv1d_fwd_cpu  # type: ignore[attr-defined]
+    _note("single-row-convolution")
 
 
 class _OnImport(importlib.abc.MetaPathFinder):
