@@ -34,13 +34,10 @@ from vllm_weaver.kernels.common import Impl, expect_logits, use_triton
 from vllm_weaver.kernels.pdl import launch_options, take_turn
 
 _MAX_POOL = 1024
-_SMALLEST_BLOCK = 4096
-_LARGEST_BLOCK = 16384
 _BLOCK = 4096  # logits of a program
 _GROUP = 32
 _ORDERED = 64  # keys that a program puts into their places at once
 _RIVALS = 512
-_FINAL_KEYS = 8192  # what the last program of a row should hold at most
 _BITS = {torch.bfloat16: 16, torch.float16: 19}  # leading bits of the fp32 value that can differ; else 32
 _NONE = tl.constexpr(-(1 << 31))  # below the key of every finite logit
 

@@ -250,9 +250,6 @@ def forward_core_cpu(
     out: Tensor,
 ) -> None:
     """The CPU op's core: `upstream` is vLLM's function for steps without speculative rows."""
-    if mixed_qkv.shape[0] == 1:
-        # A single row passes for contiguous whatever its stride, which upstream's convolution then refuses.
-        mixed_qkv = mixed_qkv.clone(memory_format=torch.contiguous_format)
     if metadata.spec_sequence_masks is None:
         upstream(layer, metadata, mixed_qkv, b, a, out)
         return
