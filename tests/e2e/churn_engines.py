@@ -127,10 +127,9 @@ def setting(arguments: argparse.Namespace, folder: Path) -> Setting:
         common["max_logprobs"] = -1
     longest = 96 if exact else 330
     if not (cuda or exact):
-        # vLLM's least block of the demo target on CPUs with AMX (256 on others). The longest prompts grow out
-        # of theirs, where another request has to make room.
-        common["block_size"] = 384
-        longest = 384 - 4
+        # The longest prompts grow out of their block, where another request has to make room.
+        common["block_size"] = harness.BLOCK
+        longest = harness.BLOCK - 4
     if exact:
         random_models(folder)
         common |= {"dtype": "float32", "block_size": 32}

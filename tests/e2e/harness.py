@@ -14,6 +14,7 @@ from typing import Any
 
 DEMO = Path(__file__).resolve().parents[2] / "scripts" / "demo_models"
 MAX_MODEL_LEN = 512
+BLOCK = 384  # the least that vLLM gives the demo target is this on CPUs with AMX, and 256 on others
 TOP = 20  # vLLM's default limit of `logprobs`
 # A divergence is excused only where plain decoding itself saw both tokens this close (natural log). bf16 has
 # 8 bits of mantissa: logits near 8 are 0.03 apart, and rows of another batch width may round to either

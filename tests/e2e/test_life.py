@@ -17,11 +17,11 @@ import pytest
 from torch import Tensor
 
 from tests.e2e import churn, churn_engines, harness, oracle
+from tests.e2e.harness import BLOCK
 from tests.e2e.test_state import CLOSE, distance, recurrent_layers
 
 # --- recurrent states in the prefix cache ----------------------------------------------------------------
 
-BLOCK = 384  # the least that vLLM gives the demo target is this on CPUs with AMX, and 256 on others
 # By default vLLM keeps the states at the ends of prompts; here those of generated text too.
 ALIGNED: dict[str, Any] = {
     "enable_prefix_caching": True,
