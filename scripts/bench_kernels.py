@@ -6,7 +6,7 @@
 
 Every kernel is first compared with its PyTorch reference at the size that is then timed; if one is wrong,
 nothing is reported. Times are medians of replayed CUDA graphs. The floor is what the device would take, at
-the copy and matmul rates measured in this run, for the bytes and operations that the kernel cannot do
+the memory and matmul rates measured in this run, for the bytes and operations that the kernel cannot do
 without.
 """
 
@@ -64,8 +64,8 @@ def show(report: dict[str, Any]) -> str:
     lines = [
         table(COLUMNS, [result.row() for result in report["results"]]),
         "",
-        f"measured: copies of {ceilings['bytes_per_second'] / 1e12:.2f} TB/s, "
-        f"bf16 matmuls of {ceilings['operations_per_second'] / 1e12:.0f} TFLOP/s",
+        f"measured: memory at {ceilings['bytes_per_second'] / 1e12:.2f} TB/s, "
+        f"bf16 matmuls at {ceilings['operations_per_second'] / 1e12:.0f} TFLOP/s",
     ]
     if "gdn_drift" in report:
         drift = report["gdn_drift"]

@@ -2,7 +2,7 @@
 """The least that each kernel has to do: bytes that must pass between memory and chip, and operations.
 
 Every input is counted as read once and every output as written once, at the size it has in memory; a
-multiply-add is two operations. A kernel's floor is the longer of bytes over the measured copy rate and
+multiply-add is two operations. A kernel's floor is the longer of bytes over the measured memory rate and
 operations over the measured bf16 matmul rate. A kernel whose inputs still lie in the L2 cache can beat it.
 """
 
