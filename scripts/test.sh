@@ -70,6 +70,10 @@ step "mypy" "$python" -m mypy
 # Processes of their own: kernels are tested under Triton's interpreter as it is; the others load vLLM, for which
 # vllm_weaver.cpu mends it; and engines read their environment when vLLM is imported.
 units=(tests --ignore tests/kernels --ignore tests/gpu --ignore tests/e2e)
+# An engine keeps one core busy. Here are two halves of about the same length; a new file joins the first.
+other_half=(tests/e2e/test_{requests,sampling,sampling_law,server,startup,targets}.py)
+one_half=(tests/e2e)
+for file in "${other_half[@]}"; do one_half+=(--ignore "$file"); done
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     step "pytest, kernels" "$python" -m pytest tests/kernels "${options[@]}"
     step "pytest, other units" "$python" -m pytest "${units[@]}" "${options[@]}"
@@ -77,7 +81,8 @@ if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
 else
     beside "pytest, kernels" "$python" -m pytest tests/kernels -m "not gpu" "${options[@]}" -- \
         "pytest, other units" "$python" -m pytest "${units[@]}" -m "not gpu" "${options[@]}"
-    step "pytest, end to end" "$python" -m pytest tests/e2e -m "not gpu" "${all[@]}" "${options[@]}"
+    beside "pytest, end to end 1" "$python" -m pytest "${one_half[@]}" -m "not gpu" "${all[@]}" "${options[@]}" -- \
+        "pytest, end to end 2" "$python" -m pytest "${other_half[@]}" -m "not gpu" "${all[@]}" "${options[@]}"
 fi
 
 echo

@@ -343,13 +343,17 @@ def test_ci_runs_the_whole_suite(suite: Path, tmp_path: Path) -> None:
     done = bash(suite / ".ci" / "run", CALLS=str(calls))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("test: ok")
-    *first, kernels_or_units, the_other, last = calls.read_text().splitlines()
+    *first, kernels_or_units, the_other, one_half, other_half = calls.read_text().splitlines()
     assert first == ["-m ruff check .", "-m ruff format --check .", "-m mypy"]
     assert {kernels_or_units, the_other} == {  # beside each other
         "-m pytest tests/kernels -m not gpu",
         "-m pytest tests --ignore tests/kernels --ignore tests/gpu --ignore tests/e2e -m not gpu",
     }
-    assert last == "-m pytest tests/e2e -m not gpu"
+    one_half, other_half = sorted((one_half, other_half))  # beside each other too
+    files = re.findall(r"tests/e2e/\w+\.py", other_half)
+    assert one_half == f"-m pytest tests/e2e {' '.join(f'--ignore {file}' for file in files)} -m not gpu"
+    assert other_half == f"-m pytest {' '.join(files)} -m not gpu"
+    assert files and all((ROOT / file).is_file() for file in files)
 
 
 def test_beside_a_gpu_its_tests_run_in_place_of_the_cpus(suite: Path, tmp_path: Path) -> None:
@@ -364,20 +368,28 @@ def test_options_reach_pytest_and_all_the_end_to_end_tests(suite: Path, tmp_path
     calls = tmp_path / "calls"
     bash(suite / "scripts" / "test.sh", "--all", "-k", "a b", CALLS=str(calls))
     ran = [line for line in calls.read_text().splitlines() if "pytest" in line]
-    assert [line.endswith("-m not gpu -k a b") for line in ran] == [True, True, False]
-    assert ran[2] == "-m pytest tests/e2e -m not gpu --all -k a b"
+    assert [line.endswith("-m not gpu -k a b") for line in ran] == [True, True, False, False]
+    assert all("pytest tests/e2e" in line and line.endswith("-m not gpu --all -k a b") for line in ran[2:])
 
 
 @pytest.mark.parametrize(
     "tool",
-    ["ruff check", "ruff format", "mypy", "pytest tests/kernels", "pytest tests -", "pytest tests/e2e"],
+    [
+        "ruff check",
+        "ruff format",
+        "mypy",
+        "pytest tests/kernels",
+        "pytest tests -",
+        "pytest tests/e2e -",
+        "pytest tests/e2e/",
+    ],
 )
 def test_any_failure_fails_the_suite_after_everything_ran(tool: str, suite: Path, tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     done = bash(suite / "scripts" / "test.sh", CALLS=str(calls), FAIL=tool)
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith("test: FAILED")
-    assert done.stdout.count("FAILED (1)") == 1 and len(calls.read_text().splitlines()) == 6
+    assert done.stdout.count("FAILED (1)") == 1 and len(calls.read_text().splitlines()) == 7
 
 
 @pytest.mark.parametrize(("options", "expected"), [([], 1), (["-k", "x"], 0)], ids=["by itself", "by -k"])
