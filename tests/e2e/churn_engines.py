@@ -122,17 +122,18 @@ def setting(arguments: argparse.Namespace, folder: Path) -> Setting:
     }
     if cuda:
         common |= harness.GPU
-    if not exact:
-        common["logprobs_mode"] = "processed_logprobs"  # a near-tie is one of what is chosen from
-        common["max_logprobs"] = -1
-    longest = 96 if exact else 330
-    if not (cuda or exact):
-        # The longest prompts grow out of their block, where another request has to make room.
-        common["block_size"] = harness.BLOCK
-        longest = harness.BLOCK - 4
     if exact:
         random_models(folder)
         common |= {"dtype": "float32", "block_size": 32}
+        longest = 96
+    else:
+        # A near-tie is one of what is chosen from.
+        common |= {"logprobs_mode": "processed_logprobs", "max_logprobs": -1}
+        longest = 330
+        if not cuda:
+            # The longest prompts grow out of their block, where another request has to make room.
+            common["block_size"] = harness.BLOCK
+            longest = harness.BLOCK - 4
     models_at = folder if exact else harness.DEMO
     tested = common | {
         "enable_prefix_caching": arguments.prefix_caching,
